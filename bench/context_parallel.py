@@ -18,13 +18,11 @@ import datetime
 import functools
 import importlib
 import itertools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexattn import attention, distributed
-from flexattn.bench import record, ring_flash_attn
-from flexattn.bench.harness import Row, Run, make_parser, quartiles
+from flexattn.bench import record
+from flexattn.bench.harness import Row, Run, host_us, make_parser, quartiles
 from flexattn.bench.shapes import log_normal_lengths
 from flexattn.distributed import peer_memory
 from flexattn.distributed.cost import Heads
@@ -44,7 +42,6 @@ WORST = (
 )  # |got - one GPU's| / |one GPU's| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 STRATEGIES = ("gather", "halo", "ulysses", "ring")
 PEERS = tuple(f"torch context_parallel, {kernel}, {how}" for kernel in ("cuDNN", "flash") for how in ("allgather", "alltoall"))
-RING_FLASH_ATTN = "ring-flash-attn, zigzag"
 WARM_SECONDS = 1.0  # one GPU's calls before a cell take that long: a GPU's clock falls as it warms
 SECONDS, MOST_CALLS = 0.8, 60  # timed calls of one direction
 HOST_MATTERS_MS = 100  # the host's time to enqueue a longer forward and backward is not measured
@@ -189,16 +186,13 @@ class Ranks:
 
     def host_us(self, call: Callable[[], Any]) -> float:
         """Returns the median time until a call returns if the device's queue is empty, of the slowest rank."""
-        times = []
-        for _ in range(3):
+
+        def wait() -> None:
             self.synchronize()
             dist.barrier()
             self.synchronize()
-            before = time.perf_counter()
-            call()
-            times.append(1e6 * (time.perf_counter() - before))
-        self.synchronize()
-        return float(self.gathered([statistics.median(times)]).max())
+
+        return float(self.gathered([host_us(call, 3, wait)]).max())
 
 
 class Implementation(NamedTuple):
@@ -303,9 +297,9 @@ def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
     """Returns the peers' calls by name: the ways to call each, or the reason that it cannot run."""
     found: dict[str, list[Implementation] | str] = {}
     if cell.documents:
-        return found | dict.fromkeys(PEERS, "takes no packed documents") | {RING_FLASH_ATTN: "takes only lengths that ranks divide"}
+        return dict.fromkeys(PEERS, "takes no packed documents")
     if cell.window:
-        return dict.fromkeys((*PEERS, RING_FLASH_ATTN), "takes no window")
+        return dict.fromkeys(PEERS, "takes no window")
     plan = distributed.plan(ranks.group, length=cell.length, layout="zigzag")
     for name in PEERS:
         _, kernel, how = name.split(", ")
@@ -314,12 +308,6 @@ def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
         found[name] = [
             Implementation(_sdpa(kernel, grouped), plan, context, of) for grouped, of in zip((True, False), facts, strict=True)
         ]
-    try:
-        zigzag = ring_flash_attn.zigzag()
-    except Exception as e:  # any error of the import is the reason
-        found[RING_FLASH_ATTN] = f"cannot be imported: {type(e).__name__}: {e}"
-    else:
-        found[RING_FLASH_ATTN] = [Implementation(functools.partial(zigzag, causal=True), plan)]
     return found
 
 
@@ -422,34 +410,6 @@ class Comparison:
                 row["host_us_both"] = ranks.host_us(steps.both)
         return self.compared(row)
 
-    def trace(self, way: Implementation) -> list[dict[str, Any]]:
-        """Returns this rank's kernels in a forward and backward: each one's stream, start and time in microseconds, and name."""
-        from torch.profiler import ProfilerActivity, profile
-
-        parts = distributed.shard(way.plan, *self.whole.qkv, self.whole.dout)
-        assert isinstance(parts, tuple)
-        *qkv, dout = parts
-        for _ in range(2):
-            both(way.call, tuple(qkv), dout)
-        dist.barrier()
-        self.ranks.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-            for _ in range(2):
-                both(way.call, tuple(qkv), dout)
-            self.ranks.synchronize()
-        kernels = [e for e in found.profiler.kineto_results.events() if str(e.device_type()).endswith("CUDA")]
-        first = min((e.start_ns() for e in kernels), default=0)
-        rows = [
-            {
-                "stream": e.device_resource_id(),
-                "start": (e.start_ns() - first) / 1e3,
-                "us": e.duration_ns() / 1e3,
-                "name": e.name()[:80],
-            }
-            for e in kernels
-        ]
-        return sorted(rows, key=lambda row: row["start"])
-
 
 def links(ranks: Ranks) -> list[dict[str, Any]]:
     """Returns a row for each collective and size: the time, and the bytes per second that a rank receives."""
@@ -506,7 +466,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--no-links", action="store_true", help="do not measure the links")
     parser.add_argument("--graphs", action="store_true", help="measure auto in a CUDA graph too, over NCCL")
-    parser.add_argument("--trace", type=Path, help="write the kernels of each flexattn call here, for each rank, and time nothing")
     options = parser.parse_args(argv)
     started = time.perf_counter()
     cells = {name: CELLS[name] for name in options.cells.split(";")} if options.cells else CELLS
@@ -538,7 +497,7 @@ def main(argv: list[str] | None = None) -> int:
         run.write()
         show(row)
 
-    if not options.no_links and options.trace is None:
+    if not options.no_links:
         run.content["links"] = links(ranks)
         run.write()
         if ranks.rank == 0:
@@ -550,15 +509,6 @@ def main(argv: list[str] | None = None) -> int:
             continue
         cell = cell if ranks.on_gpu else small(cell)
         comparison = Comparison(cell, ranks)
-        if options.trace is not None:
-            traces = {
-                called: comparison.trace(way)
-                for called, way in ours(cell, comparison.whole, ranks.group).items()
-                if only is None or called in only
-            }
-            file = f"{options.trace.name}_{name.replace(' ', '_').replace(',', '')}_rank{ranks.rank}.json"
-            options.trace.with_name(file).write_text(json.dumps(traces))
-            continue
         say({"cell": name, **comparison.row})
         candidates: dict[str, list[Implementation] | str] = {
             called: [way] for called, way in ours(cell, comparison.whole, ranks.group, options.graphs).items()

@@ -55,24 +55,15 @@ def _graph(cudnn: Any, handle: Any, dtype: torch.dtype) -> Any:
     return cudnn.pygraph(io_data_type=io, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
 
 
-def _mask(cudnn: Any, workload: Workload) -> dict[str, Any]:
-    left, right, bottom_right = band_of(workload)
-    alignment = cudnn.diagonal_alignment
-    options: dict[str, Any] = {"diagonal_alignment": alignment.BOTTOM_RIGHT if bottom_right else alignment.TOP_LEFT}
-    if left is not None:
-        options["diagonal_band_left_bound"] = left + 1  # cuDNN's bound is the first key that is hidden
-    if right is not None:
-        options["diagonal_band_right_bound"] = right
-    return options if left is not None or right is not None else {}
-
-
 def _forward_graph(
     cudnn: Any, handle: Any, workload: Workload, inputs: tuple[Tensor, ...], out: Tensor, stats: Tensor | None
 ) -> Any:
+    from flexattn.kernels_cudnn.graphs import band_arguments
+
     graph = _graph(cudnn, handle, out.dtype)
     q, k, v = (graph.tensor_like(t) for t in inputs)
     scale = workload.head_dim_qk**-0.5
-    o, s = graph.sdpa(q=q, k=k, v=v, generate_stats=stats is not None, attn_scale=scale, **_mask(cudnn, workload))
+    o, s = graph.sdpa(q=q, k=k, v=v, generate_stats=stats is not None, attn_scale=scale, **band_arguments(*band_of(workload)))
     o.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride()))
     pack = {q: inputs[0], k: inputs[1], v: inputs[2], o: out}
     if stats is not None:
@@ -82,10 +73,12 @@ def _forward_graph(
 
 
 def _backward_graph(cudnn: Any, handle: Any, workload: Workload, inputs: tuple[Tensor, ...], gradients: list[Tensor]) -> Any:
+    from flexattn.kernels_cudnn.graphs import band_arguments
+
     graph = _graph(cudnn, handle, gradients[0].dtype)
     q, k, v, o, dout, stats = symbols = [graph.tensor_like(t) for t in inputs]
     scale = workload.head_dim_qk**-0.5
-    outputs = graph.sdpa_backward(q=q, k=k, v=v, o=o, dO=dout, stats=stats, attn_scale=scale, **_mask(cudnn, workload))
+    outputs = graph.sdpa_backward(q=q, k=k, v=v, o=o, dO=dout, stats=stats, attn_scale=scale, **band_arguments(*band_of(workload)))
     for symbol, t in zip(outputs, gradients, strict=True):
         symbol.set_output(True).set_dim(list(t.shape)).set_stride(list(t.stride()))
     return _executable(cudnn, handle, graph, dict(zip([*symbols, *outputs], [*inputs, *gradients], strict=True)))

@@ -16,7 +16,6 @@ import functools
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from flexattn.bench.decode_cells import CELLS, DTYPE, Cell, Step, bytes_of, exact, flops_of, make_steps
 from flexattn.bench.decode_peers import peers
-from flexattn.bench.harness import Row, Run, event_times, in_turns, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Row, Run, event_times, host_us, in_turns, make_parser, need_gpu, quartiles
 from flexattn.bench.implementations import Unavailable
 
 FLUSH_BYTES = 2**28  # written before each replay: empties L2
@@ -103,17 +102,6 @@ def time_replays(it: Captured, flush: Tensor, calls: int = CALLS) -> list[float]
     return event_times(it.graph.replay, calls, flush.zero_)
 
 
-def host_time(call: Call) -> float:
-    """Returns the microseconds until an ordinary call returns to Python, if the device's queue is empty before."""
-    times = []
-    for _ in range(HOST_CALLS):
-        torch.cuda.synchronize()
-        before = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - before))
-    return statistics.median(times)
-
-
 def measure_merge(flush: Tensor) -> Row:
     """Returns a row for `merge_attention` on the results of two calls: 16384 queries, 32 heads, head dim 128."""
     from flexattn import merge_attention
@@ -128,7 +116,13 @@ def measure_merge(flush: Tensor) -> Row:
         return row | {"status": "wrong"}
     us = statistics.median(us for _ in range(ROUNDS) for us in time_replays(it, flush))
     moved = 3 * sides[0].nbytes + 3 * sides[1].nbytes
-    return row | {"status": "measured", "us": us, "gb_s": moved / us * 1e-3, "tflops": 0.0, "host_us": host_time(it.call)}
+    return row | {
+        "status": "measured",
+        "us": us,
+        "gb_s": moved / us * 1e-3,
+        "tflops": 0.0,
+        "host_us": host_us(it.call, HOST_CALLS, torch.cuda.synchronize),
+    }
 
 
 REFUSALS = (Unavailable, ValueError, TypeError, NotImplementedError, RuntimeError, AssertionError)
@@ -204,7 +198,7 @@ def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list
         if row["status"] == "checked":
             row |= {"status": "measured", **quartiles(times[n])}
             row |= {"gb_s": bytes_of(cell) / row["us"] * 1e-3, "tflops": flops_of(cell) / row["us"] * 1e-6}
-            row["host_us"] = host_time(it.call) if calls[n] > 1 else None
+            row["host_us"] = host_us(it.call, HOST_CALLS, torch.cuda.synchronize) if calls[n] > 1 else None
     return rows
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexattn import compat
 from flexattn.bench.decode_cells import GARBAGE, SOFTCAP, WINDOW, Cell, Step
 from flexattn.bench.implementations import Unavailable
-from flexattn.bench.peers import import_peer
+from flexattn.bench.peers import compiled_flex, import_peer
 from flexattn.bench.record import installed
 
 VLLM_SEGMENTS = (
@@ -96,7 +96,7 @@ def _sdpa(backend: str, cell: Cell, paged: Step, dense: Step) -> Call:
 
 
 def _flex_attention(cell: Cell, paged: Step, dense: Step) -> Call:
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
     _needs(not cell.is_fp8, "FlexAttention takes q, k and v of one dtype")
     rows, batch, longest = _rows(cell), len(cell.keys), max(cell.keys)
@@ -120,16 +120,7 @@ def _flex_attention(cell: Cell, paged: Step, dense: Step) -> Call:
     block_mask = create_block_mask(visible, batch, None, rows, longest, device=str(q.device))
     options: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": cell.heads != cell.heads_kv}
     options["score_mod"] = capped if cell.more == "softcap" else None
-    offset = dense.where.get("softmax_offset")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if offset is None:
-            return cast(Tensor, flex_attention(q, k, v, **options))
-        # A sink takes a share of the weights: exp(lse) / (exp(lse) + exp(offset)) of the output is left.
-        out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
-        return cast(Tensor, (out * torch.sigmoid(aux.lse - offset[:, None])[..., None]).to(q.dtype))
-
-    compiled = torch.compile(attend, dynamic=False)
+    compiled = compiled_flex(options, dense.where.get("softmax_offset"))
     return lambda: compiled(q, k, v).transpose(1, 2).flatten(0, 1)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.bench.check import Checker
-from flexattn.bench.implementations import problem_of
+from flexattn.bench.implementations import Launchers, with_launchers
 from flexattn.bench.inputs import Tensors, make_tensors
 from flexattn.bench.shapes import Workload
 
@@ -112,7 +112,6 @@ def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
 def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
     from flexattn.kernels_triton.blackwell import backward as blackwell_backward
     from flexattn.kernels_triton.blackwell import forward as blackwell_forward
-    from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import backward as hopper_backward
     from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
     from flexattn.kernels_triton.hopper import backward_fused_192 as hopper_fused_192
@@ -130,36 +129,15 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
             f"{small.head_dim_v}"
         )
     direction = "forward" if kernel in ("forward", "sm_100") else "backward"
-    checker = Checker(small, tensors)
-    problem = problem_of(small, tensors)
-    q, k, v, dout = tensors[:4]
-
-    def forward() -> tuple[Tensor, Tensor]:
-        out = torch.full_like(dout, float("nan"))
-        shape = (small.num_heads, q.shape[0]) if small.is_ragged else (small.batch, small.num_heads, q.shape[1])
-        lse = torch.full(shape, float("nan"))
-        if kernel == "sm_100":
-            blackwell_forward.blackwell_forward(problem, out, lse)
-        else:
-            hopper_forward.hopper_forward(problem, out, lse)
-        return out, lse
-
-    saved = functools.cache(forward)  # for a backward, whose forward is not under test
-
-    def launch() -> Results:
-        if direction == "forward":
-            return {"out": forward()[0]}
-        out, lse = saved()
-        dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
-        doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
-        own: dict[str, Callable[[Backward], None]] = {
-            "fused": hopper_fused.fused_backward,
-            "fused-192": hopper_fused_192.fused_192_backward,
-            "sm_100-fused": blackwell_backward.blackwell_backward,
-        }
-        backward = own.get(kernel, hopper_backward.hopper_backward)
-        backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
-        return {"dq": dq, "dk": dk, "dv": dv}
-
+    forward = blackwell_forward.blackwell_forward if kernel == "sm_100" else hopper_forward.hopper_forward
+    own: dict[str, Callable[..., None]] = {
+        "fused": hopper_fused.fused_backward,
+        "fused-192": hopper_fused_192.fused_192_backward,
+        "sm_100-fused": blackwell_backward.blackwell_backward,
+    }
+    backward = own.get(kernel, hopper_backward.hopper_backward)
+    launchers = Launchers(lambda *results, tile: forward(*results), lambda results, tile_dq, tile_dkdv: backward(results), {})
+    # The forward before a backward is not under test, and runs once.
+    prepared = functools.cache(lambda: with_launchers(launchers, small, tensors, direction))
     modules = (hopper_forward, hopper_backward, hopper_fused, hopper_fused_192, blackwell_forward, blackwell_backward)
-    return modules, launch, functools.partial(checker.check, direction)
+    return modules, lambda: dict(prepared().results()), functools.partial(Checker(small, tensors).check, direction)

@@ -6,6 +6,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,6 +87,18 @@ def quartiles(samples: Sequence[float], name: str = "us") -> dict[str, float]:
     """Returns the median of samples as `name`, and the quartiles as `name`_q1 and `name`_q3."""
     q1, median, q3 = statistics.quantiles(samples, n=4)
     return {name: median, f"{name}_q1": q1, f"{name}_q3": q3}
+
+
+def host_us(call: Callable[[], object], calls: int, wait: Callable[[], object]) -> float:
+    """Returns the median time until a call returns to Python, in microseconds. wait: empties the device's queue before each."""
+    times = []
+    for _ in range(calls):
+        wait()
+        before = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - before))
+    wait()
+    return statistics.median(times)
 
 
 def event_times(call: Callable[[], object], calls: int, before: Callable[[], object]) -> list[float]:

@@ -187,9 +187,8 @@ def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, d
     problem = problem_of(workload, tensors)
 
     def forward() -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(dout)
         lse_shape = (workload.num_heads, q.shape[0]) if workload.is_ragged else (q.shape[0], workload.num_heads, q.shape[1])
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        out, lse = _unwritten(dout), _unwritten(dout.new_empty(lse_shape, dtype=torch.float32))
         launchers.forward(problem, out, lse, tile=launchers.tiles.get("forward"))
         return out, lse
 
@@ -198,13 +197,18 @@ def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, d
     out, lse = forward()
 
     def backward() -> dict[str, Tensor]:
-        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        dq, dk, dv = map(_unwritten, (q, k, v))
         doffset = None if tensors.softmax_offset is None else torch.empty_like(tensors.softmax_offset)
         tiles = {f"tile_{kernel}": launchers.tiles.get(kernel) for kernel in ("dq", "dkdv")}
         launchers.backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset), **tiles)
         return {"dq": dq, "dk": dk, "dv": dv}
 
     return Prepared(backward, backward)
+
+
+def _unwritten(like: Tensor) -> Tensor:
+    """Returns memory for a result. On a CPU, where nothing is timed, it is NaN, so that an element that is not written is found."""
+    return torch.empty_like(like) if like.is_cuda else torch.full_like(like, float("nan"))
 
 
 def recorded(prepared: Callable[[], Prepared], kernel: str | None = None) -> list[Launch]:

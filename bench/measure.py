@@ -58,7 +58,7 @@ def time_on_device(calls: Calls, budget_ms: float) -> dict[str, Samples]:
     A call is enqueued while the device is still busy, so the host's time does not count: before it, L2 is emptied by writing
     FLUSH_BYTES, repeatedly if the host needs longer.
     """
-    host = _host_times(calls, budget_ms)
+    host = _wall_times(calls, HOST_SHARE * budget_ms, "cuda")
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     [(start, end)] = _events(1)
     for _ in range(WARM_UPS):
@@ -93,47 +93,33 @@ def _events(count: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
     return list(zip(events[::2], events[1::2], strict=True))
 
 
-def _host_times(calls: Calls, budget_ms: float) -> dict[str, list[float]]:
+def _wall_times(calls: Calls, budget_ms: float, device: str) -> dict[str, list[float]]:
     """Returns the milliseconds until each call returns, if the device's queue is empty; the calls alternate."""
+    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else int
     times: dict[str, list[float]] = {name: [] for name in calls}
 
     def one_round() -> float:
         began = time.perf_counter()
         for name, call in calls.items():
-            torch.cuda.synchronize()
+            wait()
             before = time.perf_counter()
             call()
             times[name].append((time.perf_counter() - before) * 1e3)
-        torch.cuda.synchronize()
+        wait()
         return (time.perf_counter() - began) * 1e3
 
-    for _ in range(WARM_UPS):
+    for _ in range(WARM_UPS if device == "cuda" else 1):
         round_ms = one_round()
     for samples in times.values():
         samples.clear()
-    for _ in range(_rounds("cuda", HOST_SHARE * budget_ms * len(calls) / round_ms)):
+    for _ in range(_rounds(device, budget_ms * len(calls) / round_ms)):
         one_round()
     return times
 
 
 def time_on_cpu(calls: Calls, budget_ms: float) -> dict[str, Samples]:
     """Times all calls in turns without a device: a call is over when it returns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-
-    def one_round() -> float:
-        began = time.perf_counter()
-        for name, call in calls.items():
-            before = time.perf_counter()
-            call()
-            times[name].append((time.perf_counter() - before) * 1e3)
-        return (time.perf_counter() - began) * 1e3
-
-    round_ms = one_round()
-    for samples in times.values():
-        samples.clear()
-    for _ in range(_rounds("cpu", budget_ms * len(calls) / round_ms)):
-        one_round()
-    return {name: Samples(ms, []) for name, ms in times.items()}
+    return {name: Samples(ms, []) for name, ms in _wall_times(calls, budget_ms, "cpu").items()}
 
 
 def _rounds(device: str, affordable: float) -> int:

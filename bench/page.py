@@ -222,21 +222,21 @@ def _cells(found: Record) -> dict[tuple[str, str], Standing]:
 
 def sweep_table(found: Record) -> Table:
     """Returns the speed in each cell of the sweep."""
-    every, rows = _cells(found), []
-    for direction, head_dim, mask in sweep_panels(found):
-        length_of = {w.seqlen_q: every.get((w.name, direction)) for w in panel(found, head_dim, mask)}
-        title = f"{direction}, {head_dim}, {'causal' if mask == 'causal' else 'no mask'}"
-        rows.append((title, [_speed(length_of.get(s)) for s in SWEEP_SEQLENS]))
-    return Table("", [f"{s:,}" for s in SWEEP_SEQLENS], rows)
+    every = _cells(found)
+    return _over_lengths(found, lambda name, direction: _speed(every.get((name, direction))))
 
 
 def rates_table(found: Record) -> Table:
     """Returns the TFLOP/s of `auto` in each cell of the sweep."""
+    return _over_lengths(found, lambda name, direction: figure(found.of(name, direction).get(AUTO)))
+
+
+def _over_lengths(found: Record, show: Callable[[str, str], str]) -> Table:
     rows = []
     for direction, head_dim, mask in sweep_panels(found):
-        length_of = {w.seqlen_q: found.of(w.name, direction).get(AUTO) for w in panel(found, head_dim, mask)}
+        texts = {w.seqlen_q: show(w.name, direction) for w in panel(found, head_dim, mask)}
         title = f"{direction}, {head_dim}, {'causal' if mask == 'causal' else 'no mask'}"
-        rows.append((title, [figure(length_of.get(s)) for s in SWEEP_SEQLENS]))
+        rows.append((title, [texts.get(s, "-") for s in SWEEP_SEQLENS]))
     return Table("", [f"{s:,}" for s in SWEEP_SEQLENS], rows)
 
 
@@ -330,7 +330,7 @@ def _sources(found: Sources) -> str:
         command = content["command"].partition(" --only ")[0]  # the file has the order of the cells
         lines.append(f"- [{name}](../bench/results/{name}): {device}, {day}, {versions}. `{command}`")
     memory = found.memory
-    lines.append(f"- [{MEMORY}](../bench/results/{MEMORY}): a CPU, torch {memory.versions['torch']}. `{memory.command}`")
+    lines.append(f"- [Memory on a CPU](../bench/results/{MEMORY}) (script not kept): torch {memory.versions['torch']}")
     return "\n".join(lines)
 
 

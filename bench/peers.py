@@ -108,7 +108,7 @@ def _varlen(workload: Workload, tensors: Tensors) -> Attend:
 
 
 def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
     compat.dynamo().reset()  # past its limit of recompilations a shape would run uncompiled
     compat.functorch_config().donated_buffer = False  # so that one graph's backward can run again and again
@@ -119,17 +119,22 @@ def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
     if mask_mod is not None:
         create = torch.compile(create_block_mask) if len_q * len_kv > LARGEST_MASK else create_block_mask
         block_mask = create(mask_mod, None, None, len_q, len_kv, device=tensors.q.device)
-    offset = tensors.softmax_offset
+    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": workload.group_size > 1}
+    return compiled_flex(options, tensors.softmax_offset, mode)
+
+
+def compiled_flex(options: dict[str, Any], offset: Tensor | None, mode: str = FLEX_MODE) -> Attend:
+    """Returns a compiled call of FlexAttention. offset: the logits of sinks, [h], or None."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": workload.group_size > 1}
         if offset is None:
             return cast(Tensor, flex_attention(q, k, v, **options))
         # A sink takes a share of the weights: exp(lse) / (exp(lse) + exp(offset)) of the output is left.
         out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
         return cast(Tensor, (out * torch.sigmoid(aux.lse - offset[:, None])[..., None]).to(q.dtype))
 
-    return torch.compile(call, dynamic=False, mode=None if mode == "default" else mode)
+    return torch.compile(call, dynamic=False, mode=None if mode == FLEX_MODE else mode)
 
 
 def import_peer(name: str, package: str) -> ModuleType:

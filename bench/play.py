@@ -37,7 +37,7 @@ from flexattn.bench.peers import peers
 from flexattn.bench.record import Ceilings, Record, Row
 from flexattn.bench.run import line
 from flexattn.bench.shapes import Workload, select
-from flexattn.bench.subject import PASSED, REFUSED, WRONG, Subject, alone, check, record_facts, small_enough
+from flexattn.bench.subject import PASSED, REFUSED, WRONG, Subject, alone, check, small_enough
 from flexattn.bench.tables import Table
 from flexattn.bench.tiles import FIELDS, tile_name, with_options
 from flexattn.cli import Parser, program
@@ -326,7 +326,7 @@ def time_beside(subject: Subject, args: argparse.Namespace, command: str) -> int
     print(standing(kernel_rows, rows))
     if args.out is not None:
         method = {"time": MEASURES["cuda"], "host": HOST, "flops": counts.FLOPS, "kernel_flops": counts.KERNEL_FLOPS}
-        record.write(args.out, Record(**record_facts(command, ceilings, method, [workload]), rows=[*kernel_rows, *rows]))
+        record.write(args.out, Record(**record.facts(command, ceilings, method, [workload]), rows=[*kernel_rows, *rows]))
     return PASSED if rows[0].us is not None else WRONG
 
 

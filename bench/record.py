@@ -132,6 +132,19 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
+def facts(command: str, ceilings: Ceilings | None, method: Mapping[str, str], workloads: Sequence[Workload]) -> dict[str, Any]:
+    """Returns the facts of a run that starts now, under the names of a Record's fields."""
+    return {
+        "command": command,
+        "started": now(),
+        "device": device_facts(),
+        "versions": versions(),
+        "ceilings": None if ceilings is None else ceilings._asdict(),
+        "method": method,
+        "workloads": {w.name: w for w in workloads},
+    }
+
+
 def write(path: Path, record: Record) -> None:
     """Replaces `path` atomically, so that no reader sees half a file, even if the run is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)

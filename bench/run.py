@@ -45,18 +45,8 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
     rows: list[Row] = []
     left_out: list[dict[str, str]] = []
     refused: set[tuple[str, str | None]] = set()
-    so_far = Record(
-        command=plan.command,
-        started=record.now(),
-        device=record.device_facts(),
-        versions=record.versions(),
-        ceilings=None if ceilings is None else ceilings._asdict(),
-        method=method(plan),
-        workloads={w.name: w for w in plan.workloads},
-        rows=rows,
-        left_out=left_out,
-        complete=False,
-    )
+    known = record.facts(plan.command, ceilings, method(plan), plan.workloads)
+    so_far = Record(**known, rows=rows, left_out=left_out, complete=False)
     cells = [(w, direction) for w in plan.workloads for direction in plan.directions if direction in w.directions]
     with progress(len(cells)) as advance:
         for workload, directions in _by_workload(cells):

@@ -1,13 +1,11 @@
-"""A kernel that is played with: its launchers, tile and shape, its check against the reference, and the facts of a result file."""
+"""A kernel that is played with: its launchers, tile and shape, and its check against the reference."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import flexattn
-from flexattn.bench import record
 from flexattn.bench.check import Checker, Error
 from flexattn.bench.implementations import (
     KERNELS,
@@ -17,7 +15,6 @@ from flexattn.bench.implementations import (
     with_launchers,
 )
 from flexattn.bench.inputs import make_tensors
-from flexattn.bench.record import Ceilings
 from flexattn.bench.shapes import Workload
 from flexattn.bench.tiles import tile_name
 
@@ -69,16 +66,3 @@ def alone(subject: Subject, name: str) -> Implementation:
     """Returns the kernel as an implementation, with the subject's launchers and tile."""
     prepare = functools.partial(one_kernel, subject.kernel, subject.launchers)
     return Implementation(name, flexattn.__version__, prepare)
-
-
-def record_facts(command: str, ceilings: Ceilings | None, method: dict[str, str], workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Returns the facts of a record: command, device, versions, method and workloads."""
-    return {
-        "command": command,
-        "started": record.now(),
-        "device": record.device_facts(),
-        "versions": record.versions(),
-        "ceilings": None if ceilings is None else ceilings._asdict(),
-        "method": method,
-        "workloads": {w.name: w for w in workloads},
-    }

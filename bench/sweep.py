@@ -16,7 +16,7 @@ from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
 from flexattn.bench.record import Record, Row
 from flexattn.bench.run import line, progress
-from flexattn.bench.subject import PASSED, WRONG, Subject, alone, check, record_facts, small_enough
+from flexattn.bench.subject import PASSED, WRONG, Subject, alone, check, small_enough
 from flexattn.bench.tiles import candidates, tile_name
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _measure(subjects: Sequence[Subject], tiles: Sequence[Tile], budget_ms: floa
     ceilings = measure_ceilings(timer, "cuda")
     method = {"time": MEASURES["cuda"], "host": HOST, "flops": counts.KERNEL_FLOPS, "bytes": counts.KERNEL_BYTES}
     rows: list[Row] = []
-    kept = Record(**record_facts(command, ceilings, method, [s.workload for s in subjects]), rows=rows, complete=False)
+    kept = Record(**record.facts(command, ceilings, method, [s.workload for s in subjects]), rows=rows, complete=False)
     for subject in subjects:
         tensors = make_tensors(subject.workload, "cuda")
         library = subject._replace(launchers=committed_launchers({})).with_tile(subject.committed)

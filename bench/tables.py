@@ -286,9 +286,3 @@ def headline(record: Record) -> str:
     """Device and versions, on one line."""
     known = [f"{name} {text}" for name, text in record.versions.items() if text]
     return f"{record.device['name']}; {', '.join(known)}"
-
-
-def versions_of_implementations(record: Record) -> str:
-    """Each implementation that ran anything, with its version."""
-    ran = {r.implementation: r.version for r in record.rows if r.status != "refused"}
-    return ", ".join(f"{name} ({version})" for name, version in ran.items())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexattn import compat
 from flexattn.bench import record
-from flexattn.bench.harness import Run, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Run, event_times, make_parser, need_gpu, quartiles
 
 # The implementations of a group alternate by model. FlexAttention compiles for minutes, so it comes after the others.
 GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
@@ -106,14 +106,7 @@ def time_steps(model: Any, batch: Batch) -> dict[str, float]:
         step(model, batch)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    ms = []
-    for _ in range(CALLS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        step(model, batch)
-        end.record()
-        end.synchronize()
-        ms.append(start.elapsed_time(end))
+    ms = [us * 1e-3 for _ in range(CALLS) for us in event_times(lambda: step(model, batch), 1, int)]  # one by one
     return {**quartiles(ms, "ms"), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
 from flexattn.emulator.barriers import MBarrier
-from flexattn.emulator.dtypes import Array, DType, poison
+from flexattn.emulator.dtypes import Array, DType, Layout, poison
 from flexattn.emulator.memory import Descriptor, writer_number
 from flexattn.emulator.ordering import Actor, Knowledge, overlap
-from flexattn.emulator.protocols import AnyPartition, Layout
 from flexattn.emulator.report import GluonError, Site, show
 from flexattn.emulator.shared import SharedView
 from flexattn.emulator.tensor import TensorView
 from flexattn.emulator.values import Tensor
+
+if TYPE_CHECKING:
+    from flexattn.emulator.scheduler import Partition
 
 
 class Operation(Protocol):
@@ -58,29 +60,28 @@ class Queue(Generic[Queued]):
         return retired
 
 
+def _product(a: Any, b: Any, sees_old_data: bool) -> Array:
+    """Returns a b in fp64, in which a row's sum does not depend on its place in the tile. In fp32 it may, depending on the BLAS."""
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+    return np.full_like(product, np.nan) if sees_old_data else product
+
+
+@dataclass(eq=False)
 class Wgmma:
     """An asynchronous matrix product. Until a wait retires it, it may read its operands in shared memory at any moment."""
 
-    def __init__(
-        self,
-        number: int,
-        a: Tensor | SharedView,
-        b: SharedView,
-        accumulator: Tensor | Accumulator,
-        use_accumulator: bool,
-        sees_old_data: bool,
-        site: Site,
-    ) -> None:
-        self.number, self.a, self.b, self.site = number, a, b, site
-        self.accumulator, self.use_accumulator, self.sees_old_data = accumulator, use_accumulator, sees_old_data
-        self.done = False
-        self.result: Array
+    number: int
+    a: Tensor | SharedView
+    b: SharedView
+    accumulator: Tensor | Accumulator
+    use_accumulator: bool
+    sees_old_data: bool
+    site: Site
+    done: bool = False
+    result: Array = field(init=False)
 
     def act(self) -> None:
-        # In fp64 a row's sum does not depend on its place in the tile. In fp32 it may, depending on the BLAS.
-        product = np.matmul(self.a.data.astype(np.float64), self.b.data.astype(np.float64))
-        if self.sees_old_data:
-            product = np.full_like(product, np.nan)
+        product = _product(self.a, self.b, self.sees_old_data)
         if self.use_accumulator:
             before = self.accumulator
             product = product + (before.operation.result if isinstance(before, Accumulator) else before.data)
@@ -106,45 +107,39 @@ class Accumulator:
         self._refuse()
 
 
+@dataclass(eq=False)
 class Product:
     """A tcgen05.mma. Until a later commit arrives, it may read its operands and write its accumulator at any moment.
 
     The products of a partition act in the order of issue.
     """
 
-    def __init__(
-        self,
-        number: int,
-        a: SharedView | TensorView,
-        b: SharedView,
-        accumulator: TensorView,
-        use_accumulator: bool,
-        sees_old_data: bool,
-        site: Site,
-    ) -> None:
-        self.number, self.site, self.done = number, site, False
-        self._a, self._b, self._accumulator = a, b, accumulator
-        self._use_accumulator, self._sees_old_data = use_accumulator, sees_old_data
+    number: int
+    a: SharedView | TensorView
+    b: SharedView
+    accumulator: TensorView
+    use_accumulator: bool
+    sees_old_data: bool
+    site: Site
+    done: bool = False
 
     def writes(self, view: Any) -> bool:
         """Returns whether it writes a part of the view."""
-        target = self._accumulator
+        target = self.accumulator
         return isinstance(view, TensorView) and view.allocation is target.allocation and overlap(view.region, target.region)
 
     def act(self) -> None:
-        product = np.matmul(self._a.data.astype(np.float64), self._b.data.astype(np.float64))
-        if self._sees_old_data:
-            product = np.full_like(product, np.nan)
-        if self._use_accumulator:
-            product = product + self._accumulator.data
-        self._accumulator.write(product.astype(np.float32))
+        product = _product(self.a, self.b, self.sees_old_data)
+        if self.use_accumulator:
+            product = product + self.accumulator.data
+        self.accumulator.write(product.astype(np.float32))
         self.done = True
 
 
 class Commit:
     """A tcgen05.commit: an arrival at an mbarrier when all earlier products of the partition have ended."""
 
-    def __init__(self, number: int, partition: AnyPartition, queue: Actor, barrier: MBarrier, site: Site) -> None:
+    def __init__(self, number: int, partition: Partition, queue: Actor, barrier: MBarrier, site: Site) -> None:
         self.number, self.site, self.done = number, site, False
         self.name, self.line = partition.name, partition.line
         self._barrier = barrier
@@ -165,7 +160,7 @@ class TmaLoad:
 
     def __init__(
         self,
-        partition: AnyPartition,
+        partition: Partition,
         descriptor: Descriptor,
         coord: list[int],
         barrier: MBarrier,
@@ -208,29 +203,25 @@ class AsyncCopy:
         self.done = True
 
 
+@dataclass(eq=False)
 class TmaStore:
     """A TMA store or reduction. Until a store_wait covers it, it may read its source at any moment."""
 
-    def __init__(
-        self,
-        number: int,
-        partition: AnyPartition,
-        program: int,
-        descriptor: Descriptor,
-        coord: list[int],
-        source: SharedView,
-        reduction: str | None,
-        sees_old_data: bool,
-        site: Site,
-    ) -> None:
-        self.number, self.site, self.done = number, site, False
-        self._partition, self._writer = partition, writer_number(program, partition.number)
-        self._descriptor, self._coord, self._source = descriptor, coord, source
-        self._reduction, self._sees_old_data = reduction, sees_old_data
+    number: int
+    partition: Partition
+    program: int  # its number in the grid.
+    descriptor: Descriptor
+    coord: list[int]
+    source: SharedView
+    reduction: str | None
+    sees_old_data: bool
+    site: Site
+    done: bool = False
 
     def act(self) -> None:
-        box = self._source.data
-        if self._sees_old_data:
-            box = np.full_like(box, poison(self._descriptor.dtype))
-        self._descriptor.write(self._coord, box, self._reduction, self._writer, self.site, self._partition.name)
+        box = self.source.data
+        if self.sees_old_data:
+            box = np.full_like(box, poison(self.descriptor.dtype))
+        writer = writer_number(self.program, self.partition.number)
+        self.descriptor.write(self.coord, box, self.reduction, writer, self.site, self.partition.name)
         self.done = True

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flexattn.emulator import context
 from flexattn.emulator.ordering import Actor, Knowledge
-from flexattn.emulator.protocols import AnyArrival, AnyLoad, AnyPartition
 from flexattn.emulator.report import Site, show
+
+if TYPE_CHECKING:
+    from flexattn.emulator.asynchronous import Commit, TmaLoad
+    from flexattn.emulator.scheduler import Partition
 
 _REMEMBERED = 3  # the number of arrivals in a description.
 
@@ -30,13 +34,13 @@ class MBarrier:
     in_flight: bytes of TMA loads that were issued and have not landed.
     """
 
-    def __init__(self, actor: Actor, name: str, count: int, partition: AnyPartition) -> None:
+    def __init__(self, actor: Actor, name: str, count: int, partition: Partition) -> None:
         self.actor, self.name, self.count, self.site = actor, name, count, partition.site
         self.phase, self.pending, self.tx, self.in_flight = 0, count, 0, 0
         self._initialised = (partition.actor, partition.time)
         self._arrived = Knowledge()  # the knowledge of all arrivals so far.
         self._completed = Knowledge()  # that knowledge at the end of the last phase.
-        self._observations: dict[AnyPartition, _Observation] = {}
+        self._observations: dict[Partition, _Observation] = {}
         self._log: list[str] = []
 
     def describe(self) -> str:
@@ -45,27 +49,27 @@ class MBarrier:
             text += f", tx-count {self.tx:+d} bytes, {self.in_flight} bytes in flight"
         return text + ("; last arrivals: " + "; ".join(self._log[-_REMEMBERED:]) if self._log else "; nobody ever arrived")
 
-    def is_known_to(self, partition: AnyPartition) -> bool:
+    def is_known_to(self, partition: Partition) -> bool:
         """Returns whether the init is ordered before the partition's next access."""
         actor, time = self._initialised
         return partition.knowledge.happened.get(actor, 0) >= time
 
-    def arrive(self, partition: AnyPartition, count: int) -> None:
+    def arrive(self, partition: Partition, count: int) -> None:
         self._take(partition, count, f"arrive({count})")
         self._complete_if_done()
 
-    def commit(self, arrival: AnyArrival) -> None:
+    def commit(self, arrival: Commit) -> None:
         """Counts a tcgen05.commit: one arrival, when all products before it have ended."""
         self._take(arrival, 1, "commit")
         self._complete_if_done()
 
-    def expect(self, partition: AnyPartition, nbytes: int) -> None:
+    def expect(self, partition: Partition, nbytes: int) -> None:
         """Counts an mbarrier.arrive.expect_tx: one arrival, and `nbytes` to land."""
         self._take(partition, 1, f"expect({nbytes})")
         self.tx += nbytes
         self._complete_if_done()
 
-    def land(self, nbytes: int, load: AnyLoad) -> None:
+    def land(self, nbytes: int, load: TmaLoad) -> None:
         """Counts the complete_tx of a part of a TMA load."""
         program, issued = context.program(), show(load.site, load.partition.name)
         self.in_flight -= nbytes
@@ -88,7 +92,7 @@ class MBarrier:
         """Returns whether mbarrier.try_wait.parity succeeds: it does if the phase before the current one has this parity."""
         return (self.phase - 1) & 1 == parity
 
-    def awaited_phase(self, partition: AnyPartition, parity: int) -> int:
+    def awaited_phase(self, partition: Partition, parity: int) -> int:
         """Returns the phase of a wait: the next one of its parity after the phases that this partition knows to have ended."""
         program, last = context.program(), self._observations.get(partition)
         if last is None:
@@ -108,12 +112,12 @@ class MBarrier:
             )
         return phase
 
-    def observe(self, partition: AnyPartition, phase: int) -> None:
+    def observe(self, partition: Partition, phase: int) -> None:
         """Records a wait that has passed. The partition gets the knowledge of all that arrived."""
         partition.knowledge.join(self._completed)
         self._observations[partition] = _Observation(max(phase, -1), partition.time, partition.site)
 
-    def _take(self, partition: AnyArrival, count: int, what: str) -> None:
+    def _take(self, partition: Partition | Commit, count: int, what: str) -> None:
         if count > self.pending:
             context.program().find("arrive-overflow", f"{what} by {partition.name}, more than are pending; {self.describe()}")
             self.pending = count
@@ -153,7 +157,7 @@ class NamedBarrier:
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self.generation = self.threads = 0
-        self.arrived: list[AnyPartition] = []
+        self.arrived: list[Partition] = []
         self._entering = Knowledge()
         self._completed = Knowledge()
 
@@ -161,7 +165,7 @@ class NamedBarrier:
         who = f", arrived: {', '.join(partition.name for partition in self.arrived)}" if self.arrived else ""
         return f"bar {self.number}: {self.threads} of {self.count} threads, generation {self.generation}{who}"
 
-    def enter(self, partition: AnyPartition) -> int:
+    def enter(self, partition: Partition) -> int:
         """Counts the arrival of a partition's threads, and returns the number of their generation."""
         program, generation = context.program(), self.generation
         if partition in self.arrived:
@@ -176,5 +180,5 @@ class NamedBarrier:
             self._completed = Knowledge(self._entering)
         return generation
 
-    def leave(self, partition: AnyPartition) -> None:
+    def leave(self, partition: Partition) -> None:
         partition.knowledge.join(self._completed)

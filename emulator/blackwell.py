@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexattn.emulator.cta import running
-from flexattn.emulator.dtypes import DType
-from flexattn.emulator.protocols import Layout
+from flexattn.emulator.context import program
+from flexattn.emulator.dtypes import DType, Layout
 from flexattn.emulator.rules import static_shape
 from flexattn.emulator.shared import SharedView
 from flexattn.emulator.tensor import TensorView
@@ -15,7 +14,7 @@ from flexattn.emulator.values import Tensor
 
 
 def _allocate(element_ty: DType, shape: Sequence[Any], layout: Layout, value: Tensor | None = None) -> TensorView:
-    return running().allocate_tensor(element_ty, static_shape(shape, "tensor memory"), layout, value)
+    return program().allocate_tensor(element_ty, static_shape(shape, "tensor memory"), layout, value)
 
 
 def _mma(
@@ -32,18 +31,18 @@ def _mma(
     if multicast:
         raise NotImplementedError("multicast of the commit of a tcgen05_mma")
     if pred:
-        running().tcgen05_mma(a, b, acc, use_acc)
+        program().tcgen05_mma(a, b, acc, use_acc)
     barriers = mbarriers or ()
     for barrier, is_arrived_at in zip(barriers, mbarrier_preds or [True] * len(barriers), strict=True):
         if pred and is_arrived_at:
-            running().tcgen05_commit(barrier)
+            program().tcgen05_commit(barrier)
 
 
 def _commit(barrier: SharedView, pred: Any = True, descs: Sequence[Any] = ()) -> None:
     if descs:
         raise NotImplementedError("a tcgen05_commit to other blocks of a cluster")
     if pred:
-        running().tcgen05_commit(barrier)
+        program().tcgen05_commit(barrier)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

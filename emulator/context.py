@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from flexattn.emulator.protocols import Program
+if TYPE_CHECKING:
+    from flexattn.emulator.cta import Cta
 
-_running: Program | None = None
+
+_running: Cta | None = None
 
 
-def program() -> Program:
+def program() -> Cta:
     """Returns the running program. Raises RuntimeError outside a launch."""
     if _running is None:
         raise RuntimeError("an emulated operation was called outside emulator.launch()")
@@ -24,7 +27,7 @@ def require_idle() -> None:
 
 
 @contextmanager
-def run(program: Program) -> Iterator[None]:
+def run(program: Cta) -> Iterator[None]:
     global _running
     require_idle()
     _running = program

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper_mbarrier
 
-from flexattn.emulator import context
 from flexattn.emulator.asynchronous import Accumulator, AsyncCopy, Commit, Product, TmaLoad, TmaStore, Wgmma
 from flexattn.emulator.barriers import MBarrier, NamedBarrier
-from flexattn.emulator.dtypes import Array, DType, poison
+from flexattn.emulator.dtypes import Array, DType, Layout, poison
 from flexattn.emulator.memory import REDUCED, Descriptor, GlobalBuffer, writer_number
 from flexattn.emulator.ordering import Access, Actor
-from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import Finding, GluonError, Report, current_site, show
 from flexattn.emulator.rules import (
     NAMED_BARRIERS,
@@ -505,10 +503,3 @@ def _assigned_name() -> str | None:
     filename, line, _ = current_site()[0]
     assigned = _ASSIGNED_NAME.match(linecache.getline(filename, line))
     return assigned[1] if assigned else None
-
-
-def running() -> Cta:
-    """Returns the running program. Raises RuntimeError outside a launch."""
-    program = context.program()
-    assert isinstance(program, Cta)
-    return program

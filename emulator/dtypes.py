@@ -17,19 +17,10 @@ from flexattn.emulator.report import GluonError
 
 Array = npt.NDArray[Any]
 DType = Any  # a triton.language.core.dtype. Triton has no annotations for mypy.
+Layout = Any  # a Gluon layout object.
 
-_NUMPY: dict[str, Any] = {
-    "int1": np.bool_,
-    "int8": np.int8,
-    "int16": np.int16,
-    "int32": np.int32,
-    "int64": np.int64,
-    "uint8": np.uint8,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-    "uint64": np.uint64,
-    "fp64": np.float64,
-}
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")  # the same names in numpy and torch
+_NUMPY: dict[str, Any] = {name: getattr(np, name) for name in _INTEGERS} | {"int1": np.bool_, "fp64": np.float64}
 _TORCH: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -38,25 +29,13 @@ _TORCH: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp64": torch.float64,
     "int1": torch.bool,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-    "uint16": torch.uint16,
-    "uint32": torch.uint32,
-    "uint64": torch.uint64,
+    **{name: getattr(torch, name) for name in _INTEGERS},
 }
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these dtypes saturate (cvt.rn.satfinite; PTX ISA, "cvt").
 _SIGNED = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
-BY_NAME: dict[str, DType] = {
-    dtype.name: dtype
-    for dtype in (
-        *(tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64),
-        *(tl.float8e4nv, tl.float8e5, tl.float16, tl.bfloat16, tl.float32, tl.float64),
-    )
-}
+_FLOATS = (tl.float8e4nv, tl.float8e5, tl.float16, tl.bfloat16, tl.float32, tl.float64)
+BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (tl.int1, *(getattr(tl, name) for name in _INTEGERS), *_FLOATS)}
 
 
 def from_torch(dtype: torch.dtype) -> DType:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from flexattn.emulator.context import program
 from flexattn.emulator.cta import running
+from flexattn.emulator.dtypes import Layout
 from flexattn.emulator.language import addresses
 from flexattn.emulator.memory import Descriptor
-from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.rules import check_mma_sync, static, static_shape
 from flexattn.emulator.shared import SharedView
@@ -18,24 +19,24 @@ from flexattn.emulator.values import Pointer, Tensor, scalar
 
 
 def _init(mbarrier: SharedView, count: Any) -> None:
-    running().init_barrier(mbarrier, int(static(count, "the count of an mbarrier")))
+    program().init_barrier(mbarrier, int(static(count, "the count of an mbarrier")))
 
 
 def _invalidate(mbarrier: SharedView) -> None:
-    running().invalidate_barrier(mbarrier)
+    program().invalidate_barrier(mbarrier)
 
 
 def _expect(mbarrier: SharedView, bytes_per_cta: Any = None, pred: Any = True, **by_name: Any) -> None:
     nbytes = by_name["bytes"] if bytes_per_cta is None else bytes_per_cta  # its name is bytes in Triton up to 3.6.
-    running().expect(mbarrier, int(static(nbytes, "the bytes to expect")), pred)
+    program().expect(mbarrier, int(static(nbytes, "the bytes to expect")), pred)
 
 
 def _arrive(mbarrier: SharedView, *, count: Any = 1, pred: Any = True) -> None:
-    running().arrive(mbarrier, int(static(count, "the count of an arrive")), pred)
+    program().arrive(mbarrier, int(static(count, "the count of an arrive")), pred)
 
 
 def _wait(mbarrier: SharedView, phase: Any, pred: Any = True, deps: Sequence[Any] = ()) -> None:
-    running().wait(mbarrier, phase, pred)
+    program().wait(mbarrier, phase, pred)
 
 
 def _make_descriptor(
@@ -60,15 +61,15 @@ def _load(
 ) -> None:
     if multicast:
         raise NotImplementedError("multicast of a TMA load")
-    running().tma_load(tensor_desc, coord, barrier, result, pred)
+    program().tma_load(tensor_desc, coord, barrier, result, pred)
 
 
 def _store(reduction: str | None) -> Callable[[Descriptor, Sequence[Any], SharedView], None]:
-    return lambda tensor_desc, coord, src: running().tma_store(tensor_desc, coord, src, reduction)
+    return lambda tensor_desc, coord, src: program().tma_store(tensor_desc, coord, src, reduction)
 
 
 def _store_wait(pendings: Any, **_: Any) -> None:
-    running().store_wait(int(static(pendings, "pendings")))
+    program().store_wait(int(static(pendings, "pendings")))
 
 
 def _mma(
@@ -81,19 +82,19 @@ def _mma(
     max_num_imprecise_acc: Any = None,
     is_async: Any = False,
 ) -> Any:
-    return running().wgmma(a, b, acc, use_acc, bool(static(is_async, "is_async")))
+    return program().wgmma(a, b, acc, use_acc, bool(static(is_async, "is_async")))
 
 
 def _mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
     if deps is None:
         raise GluonError("warpgroup_mma_wait without deps")
-    results = running().wgmma_wait(int(static(num_outstanding, "num_outstanding")), list(deps))
+    results = program().wgmma_wait(int(static(num_outstanding, "num_outstanding")), list(deps))
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def _mma_sync(a: Tensor, b: Tensor, acc: Tensor, input_precision: Any = None) -> Tensor:
     check_mma_sync(a, b, acc)
-    running().step()
+    program().step()
     product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + acc.data
     return Tensor(product.astype(np.float32), acc.dtype, acc.layout)
 
@@ -116,7 +117,7 @@ def _mma_init(value: Tensor) -> Tensor:
 
 
 def _fence(cluster: bool = False) -> None:
-    running().fence()
+    program().fence()
 
 
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
@@ -152,13 +153,7 @@ class _Builder:
     """The part of the IR builder that a user's @builtin needs for TMA reductions. Triton 3.6 and 3.7 have no function for them."""
 
     def create_async_tma_reduce(self, kind: Any, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
-        running().tma_store(descriptor, coord, source, str(kind).rsplit(".", 1)[-1].lower())
-
-    def create_async_tma_copy_local_to_global(self, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
-        running().tma_store(descriptor, coord, source, None)
-
-    def create_fence_async_shared(self, cluster: bool = False) -> None:
-        running().fence()
+        program().tma_store(descriptor, coord, source, str(kind).rsplit(".", 1)[-1].lower())
 
 
 class Semantic:

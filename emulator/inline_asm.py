@@ -11,7 +11,7 @@ import numpy as np
 import triton.language.core as tl
 from triton.experimental.gluon.language import _layouts as layouts
 
-from flexattn.emulator.cta import running
+from flexattn.emulator.context import program
 from flexattn.emulator.dtypes import Array, DType, from_bits, round_to, to_bits
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Tensor, binary, common_layout, scalar, unary, where
@@ -41,7 +41,8 @@ def _approximation(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _wide_product(a: Any, b: Any) -> tuple[Any, Any]:
     """Returns the lower and the upper word of a product of two uint32."""
-    product = (a if isinstance(a, Tensor) else scalar(a)).to(tl.uint64) * scalar(b).to(tl.uint64)
+    wide = (a if isinstance(a, Tensor) else scalar(a)).to(tl.uint64)
+    product = binary("mul", wide, scalar(b).to(tl.uint64))
     return product.to(tl.uint32), (product >> 32).to(tl.uint32)
 
 
@@ -106,7 +107,7 @@ def register_asm(pattern: str, function: Callable[..., Any]) -> None:
 
 def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: DType, is_pure: bool, pack: int, **_: Any) -> Any:
     """Executes inline asm. Raises NotImplementedError if the text is neither known nor registered."""
-    cta, first = running(), args[0]
+    cta, first = program(), args[0]
     text = asm if isinstance(first, Tensor) else asm.replace("$1", str(int(first)))  # a barrier's number may be an operand.
     if barriers := _BARRIER.findall(text):
         if is_pure:
@@ -134,7 +135,7 @@ def _runs_per_thread(operand: Any, pack: int) -> int:
     """Returns the number of times that each thread runs the asm: once for a scalar, else once per `pack` elements of the thread."""
     if not isinstance(operand, Tensor):
         return 1
-    partition, layout = running().current, operand.layout
+    partition, layout = program().current, operand.layout
     threads = partition.threads
     if isinstance(layout, layouts.BlockedLayout):
         threads = math.prod(layout.threads_per_warp) * math.prod(layout.warps_per_cta)

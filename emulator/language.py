@@ -10,9 +10,8 @@ import numpy as np
 import triton.language.core as tl
 from triton.experimental.gluon.language import _layouts as layouts
 
-from flexattn.emulator.cta import running
-from flexattn.emulator.dtypes import Array, DType, cast, is_float, numpy_dtype, poison, round_to
-from flexattn.emulator.protocols import Layout
+from flexattn.emulator.context import program
+from flexattn.emulator.dtypes import Array, DType, Layout, cast, is_float, numpy_dtype, poison, round_to
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.rules import static, static_shape
 from flexattn.emulator.values import (
@@ -89,23 +88,23 @@ for _name, _function in {
 
 @_emulates()
 def program_id(axis: Any) -> Scalar:
-    return Scalar(running().program_id[int(axis)], tl.int32)
+    return Scalar(program().program_id[int(axis)], tl.int32)
 
 
 @_emulates()
 def num_programs(axis: Any) -> Scalar:
-    return Scalar(running().grid[int(axis)], tl.int32)
+    return Scalar(program().grid[int(axis)], tl.int32)
 
 
 @_emulates()
 def num_warps() -> int:
-    return running().current.warps
+    return program().current.warps
 
 
 @_emulates("barrier", "thread_barrier")
 def barrier(**_: Any) -> None:
     """Executes a barrier of a partition's threads. It does nothing more, because a partition is one actor."""
-    running().step()
+    program().step()
 
 
 @_emulates()
@@ -221,14 +220,14 @@ def join(a: Tensor, b: Tensor) -> Tensor:
 @_emulates("static_assert", "device_assert")
 def assert_all(condition: Operand, message: str = "", **_: Any) -> None:
     if not (condition.data.all() if isinstance(condition, Tensor) else condition):
-        running().fatal("assertion", f"assertion failed {message}".strip())
+        program().fatal("assertion", f"assertion failed {message}".strip())
 
 
 def _checked(layout: Layout, rank: int) -> Layout:
     """Returns a layout. Raises GluonError if its rank differs, or if its number of warps is not that of the partition."""
     if layout is None:
         return layouts.AutoLayout()
-    running().check_layout(layout)
+    program().check_layout(layout)
     if isinstance(layout, layouts.SliceLayout) and isinstance(layout.parent, layouts.AutoLayout):
         return layouts.AutoLayout()  # a slice of a reshaped tensor, whose layout is not tracked.
     if not isinstance(layout, layouts.AutoLayout | layouts.CoalescedLayout) and layout.rank != rank:
@@ -303,7 +302,7 @@ def load(pointer: Pointer, mask: Operand = None, other: Operand = None, **_: Any
 def store(pointer: Pointer, value: Operand, mask: Operand = None, **_: Any) -> None:
     offset, active = addresses(pointer, mask, "store")
     values = _stored(pointer, value, "store")
-    running().global_write(pointer.buffer, offset[active], np.broadcast_to(values, offset.shape)[active], reduction=False)
+    program().global_write(pointer.buffer, offset[active], np.broadcast_to(values, offset.shape)[active], reduction=False)
 
 
 def _atomic(name: str, update: Callable[[Array, Array, Array], None]) -> None:
@@ -311,13 +310,13 @@ def _atomic(name: str, update: Callable[[Array, Array, Array], None]) -> None:
         offset, active = addresses(pointer, mask, name)
         buffer = pointer.buffer
         if name == "atomic_add" and not offset.ndim and not isinstance(val, Tensor) and int(scalar(val).value) == 0:
-            running().poll(buffer, int(offset))
+            program().poll(buffer, int(offset))
         values = np.broadcast_to(_stored(pointer, val, name), offset.shape)[active].astype(buffer.data.dtype)
         before = buffer.data[np.where(active, offset, 0)]
         index, places = np.unique(offset[active], return_inverse=True)
         after = buffer.data[index]
         update(after, places.reshape(-1), values)
-        running().global_write(buffer, index, round_to(after, buffer.dtype) if is_float(buffer.dtype) else after, reduction=True)
+        program().global_write(buffer, index, round_to(after, buffer.dtype) if is_float(buffer.dtype) else after, reduction=True)
         return Tensor(before, buffer.dtype, pointer.layout) if pointer.offset.ndim else Scalar(before.item(), buffer.dtype)
 
     FUNCTIONS[name] = atomic
@@ -353,7 +352,7 @@ def addresses(pointer: Any, mask: Operand, what: str) -> tuple[Array, Array]:
     outside = active & ((offset < 0) | (offset >= size))
     if outside.any():
         first = int(np.extract(outside, offset)[0])
-        running().find("out-of-bounds", f"{what} of {int(outside.sum())} elements outside a buffer of {size}, such as {first}")
+        program().find("out-of-bounds", f"{what} of {int(outside.sum())} elements outside a buffer of {size}, such as {first}")
         active = active & ~outside
     return offset, active
 
@@ -364,14 +363,14 @@ def addresses(pointer: Any, mask: Operand, what: str) -> tuple[Array, Array]:
 @_emulates()
 def allocate_shared_memory(element_ty: DType, shape: Sequence[Any], layout: Layout, value: Tensor | None = None) -> Any:
     sizes = [int(static(n, "a shape in shared memory")) for n in shape]
-    return running().allocate(element_ty, sizes, layout, value)
+    return program().allocate(element_ty, sizes, layout, value)
 
 
 @_emulates()
 def warp_specialize(functions_and_args: Sequence[Any], worker_num_warps: Sequence[Any], worker_num_regs: Any = None) -> Any:
     warps = [int(static(n, "worker_num_warps")) for n in worker_num_warps]
     registers = None if worker_num_regs is None else [int(static(n, "worker_num_regs")) for n in worker_num_regs]
-    return running().warp_specialize([(function, tuple(args)) for function, args in functions_and_args], warps, registers)
+    return program().warp_specialize([(function, tuple(args)) for function, args in functions_and_args], warps, registers)
 
 
 # The same functions as methods of a tensor.

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from flexattn.emulator import context
-from flexattn.emulator.dtypes import Array, DType, from_torch, is_float, numpy_dtype, round_to, size_of, storage, to_array
-from flexattn.emulator.protocols import Layout
+from flexattn.emulator.dtypes import Array, DType, Layout, from_torch, is_float, numpy_dtype, round_to, size_of, storage, to_array
 from flexattn.emulator.report import GluonError, Site, show
 
 REDUCED = -1  # the writer of an element that reductions and atomics change, in any order.

@@ -15,6 +15,7 @@ happen in the right order (Lamport 1978). The detector is FastTrack's (Flanagan 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexattn.emulator.report import Site
@@ -126,6 +127,17 @@ class History:
 
 def overlap(a: Rectangle, b: Rectangle) -> bool:
     return all(low < other_high and other_low < high for (low, high), (other_low, other_high) in zip(a, b, strict=True))
+
+
+def show_part(name: str, region: Rectangle, shape: Sequence[int]) -> str:
+    """Returns a part of an allocation as text: name[2][0:16], without the last dimensions that it covers."""
+    parts = [
+        ":" if (low, high) == (0, n) else f"{low}" if high == low + 1 else f"{low}:{high}"
+        for (low, high), n in zip(region, shape, strict=True)
+    ]
+    while parts and parts[-1] == ":":
+        parts.pop()
+    return name + "".join(f"[{part}]" for part in parts)
 
 
 def _covers(a: Rectangle, b: Rectangle) -> bool:

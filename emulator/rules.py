@@ -8,8 +8,8 @@ from typing import Any
 
 from triton.experimental.gluon.language import _layouts as layouts
 
+from flexattn.emulator.dtypes import Layout
 from flexattn.emulator.memory import Descriptor
-from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.shared import SharedView
 from flexattn.emulator.tensor import TensorView, rows_of_threads

@@ -11,9 +11,8 @@ from triton.experimental.gluon.language import _layouts as layouts
 
 from flexattn.emulator import context
 from flexattn.emulator.barriers import MBarrier
-from flexattn.emulator.dtypes import Array, DType, numpy_dtype, poison, size_of
-from flexattn.emulator.ordering import History, Rectangle
-from flexattn.emulator.protocols import Layout
+from flexattn.emulator.dtypes import Array, DType, Layout, numpy_dtype, poison, size_of
+from flexattn.emulator.ordering import History, Rectangle, show_part
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Scalar, Tensor
 
@@ -74,13 +73,7 @@ class SharedView:
         return written
 
     def __repr__(self) -> str:
-        parts = [
-            ":" if (low, high) == (0, n) else f"{low}" if high == low + 1 else f"{low}:{high}"
-            for (low, high), n in zip(self.region, self.allocation.data.shape, strict=True)
-        ]
-        while parts and parts[-1] == ":":
-            parts.pop()
-        return self.allocation.name + "".join(f"[{part}]" for part in parts)
+        return show_part(self.allocation.name, self.region, self.allocation.data.shape)
 
     def index(self, index: Any) -> SharedView:
         if self.rank < 2 and not self.allocation.is_barrier:

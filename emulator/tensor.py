@@ -13,9 +13,8 @@ from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout
 
 from flexattn.emulator import context
-from flexattn.emulator.dtypes import Array, DType, from_bits, to_bits
-from flexattn.emulator.ordering import History, Rectangle
-from flexattn.emulator.protocols import Layout
+from flexattn.emulator.dtypes import Array, DType, Layout, from_bits, to_bits
+from flexattn.emulator.ordering import History, Rectangle, show_part
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Scalar, Tensor
 
@@ -81,13 +80,7 @@ class TensorView:
         return self
 
     def __repr__(self) -> str:
-        parts = [
-            ":" if (low, high) == (0, n) else f"{low}" if high == low + 1 else f"{low}:{high}"
-            for (low, high), n in zip(self.region, self.allocation.shape, strict=True)
-        ]
-        while parts and parts[-1] == ":":
-            parts.pop()
-        return self.allocation.name + "".join(f"[{part}]" for part in parts)
+        return show_part(self.allocation.name, self.region, self.allocation.shape)
 
     @property
     def _place(self) -> tuple[slice, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -12,15 +13,15 @@ import triton.language.core as tl
 from triton.experimental.gluon.language import _layouts as layouts
 
 from flexattn.emulator import context
-from flexattn.emulator.dtypes import BY_NAME, Array, DType, cast, from_bits, is_float, numpy_dtype, round_to, to_bits
+from flexattn.emulator.dtypes import BY_NAME, Array, DType, Layout, cast, from_bits, is_float, numpy_dtype, round_to, to_bits
 from flexattn.emulator.memory import GlobalBuffer
-from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 
 Operand = Any  # an operand in a kernel: a Scalar, Tensor, Pointer or Python number.
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _INTEGERS_ONLY = ("floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
+_ARITHMETIC = ("add", "sub", "mul", "truediv", *_INTEGERS_ONLY)
 
 
 class _Operators:
@@ -28,92 +29,24 @@ class _Operators:
 
     __slots__ = ()
 
-    def __add__(self, other: Operand) -> Any:
-        return binary("add", self, other)
-
-    def __radd__(self, other: Operand) -> Any:
-        return binary("add", other, self)
-
-    def __sub__(self, other: Operand) -> Any:
-        return binary("sub", self, other)
-
-    def __rsub__(self, other: Operand) -> Any:
-        return binary("sub", other, self)
-
-    def __mul__(self, other: Operand) -> Any:
-        return binary("mul", self, other)
-
-    def __rmul__(self, other: Operand) -> Any:
-        return binary("mul", other, self)
-
-    def __truediv__(self, other: Operand) -> Any:
-        return binary("truediv", self, other)
-
-    def __rtruediv__(self, other: Operand) -> Any:
-        return binary("truediv", other, self)
-
-    def __floordiv__(self, other: Operand) -> Any:
-        return binary("floordiv", self, other)
-
-    def __rfloordiv__(self, other: Operand) -> Any:
-        return binary("floordiv", other, self)
-
-    def __mod__(self, other: Operand) -> Any:
-        return binary("mod", self, other)
-
-    def __rmod__(self, other: Operand) -> Any:
-        return binary("mod", other, self)
-
-    def __and__(self, other: Operand) -> Any:
-        return binary("and", self, other)
-
-    def __rand__(self, other: Operand) -> Any:
-        return binary("and", other, self)
-
-    def __or__(self, other: Operand) -> Any:
-        return binary("or", self, other)
-
-    def __ror__(self, other: Operand) -> Any:
-        return binary("or", other, self)
-
-    def __xor__(self, other: Operand) -> Any:
-        return binary("xor", self, other)
-
-    def __rxor__(self, other: Operand) -> Any:
-        return binary("xor", other, self)
-
-    def __lshift__(self, other: Operand) -> Any:
-        return binary("lshift", self, other)
-
-    def __rlshift__(self, other: Operand) -> Any:
-        return binary("lshift", other, self)
-
-    def __rshift__(self, other: Operand) -> Any:
-        return binary("rshift", self, other)
-
-    def __rrshift__(self, other: Operand) -> Any:
-        return binary("rshift", other, self)
-
-    def __lt__(self, other: Operand) -> Any:
-        return binary("lt", self, other)
-
-    def __le__(self, other: Operand) -> Any:
-        return binary("le", self, other)
-
-    def __gt__(self, other: Operand) -> Any:
-        return binary("gt", self, other)
-
-    def __ge__(self, other: Operand) -> Any:
-        return binary("ge", self, other)
-
-    def __eq__(self, other: Operand) -> Any:
-        return binary("eq", self, other)
-
-    def __ne__(self, other: Operand) -> Any:
-        return binary("ne", self, other)
-
     def __neg__(self) -> Any:
         return binary("sub", 0, self)
+
+
+def _operator(op: str, is_reflected: bool) -> Callable[[Any, Operand], Any]:
+    def on_the_left(self: Any, other: Operand) -> Any:
+        return binary(op, self, other)
+
+    def on_the_right(self: Any, other: Operand) -> Any:
+        return binary(op, other, self)
+
+    return on_the_right if is_reflected else on_the_left
+
+
+for _op in (*_ARITHMETIC, *COMPARISONS):
+    setattr(_Operators, f"__{_op}__", _operator(_op, is_reflected=False))
+for _op in _ARITHMETIC:
+    setattr(_Operators, f"__r{_op}__", _operator(_op, is_reflected=True))
 
 
 class Scalar(_Operators):
@@ -326,45 +259,19 @@ def _truncating_divs(a: Array, b: Array) -> Array:
     return np.where(b == 0, 0, np.sign(a) * np.sign(b) * quotient).astype(a.dtype)
 
 
-_ON_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "truediv": lambda a, b: a / b,
+# Python's own operators serve numbers and arrays. Only those whose rules differ have a function for each.
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    op: getattr(operator, f"{op}_" if op in ("and", "or") else op) for op in (*_ARITHMETIC, *COMPARISONS)
+}
+_ON_NUMBERS: dict[str, Callable[[Any, Any], Any]] = _OPERATORS | {
     "floordiv": _truncating_div,
     "mod": lambda a, b: a - b * _truncating_div(a, b),
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "lshift": lambda a, b: a << b,
-    "rshift": lambda a, b: a >> b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
     "max": max,
     "min": min,
 }
-_ON_ARRAYS: dict[str, Callable[[Array, Array], Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "truediv": np.true_divide,
+_ON_ARRAYS: dict[str, Callable[[Array, Array], Array]] = _OPERATORS | {
     "floordiv": _truncating_divs,
     "mod": lambda a, b: a - b * _truncating_divs(a, b),
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "lshift": np.left_shift,
-    "rshift": np.right_shift,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
     # If one operand is NaN, the result is the other one (PTX ISA, "max" and "min").
     "max": lambda a, b: np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b),
     "min": lambda a, b: np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b),

@@ -6,7 +6,7 @@ Only this file converts conventions: window sides, the diagonal, layouts as stri
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cudnn
@@ -24,6 +24,8 @@ DTYPES = {
     torch.float32: cudnn.data_type.FLOAT,
     torch.float8_e4m3fn: cudnn.data_type.FP8_E4M3,
     torch.float8_e5m2: cudnn.data_type.FP8_E5M2,
+    torch.int32: cudnn.data_type.INT32,
+    torch.int64: cudnn.data_type.INT64,
 }
 ALIGNMENT = 16  # bytes, for every pointer and every stride. Otherwise cuDNN writes wrong results on sm_90 and sm_100.
 
@@ -223,21 +225,19 @@ def band_arguments(left: int | None, right: int | None, bottom_right: bool) -> d
 
 
 def _forward(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> None:
-    q, k, v = _inputs(graph, x)
-    arguments = _score_arguments(graph, x, callbacks)
+    arguments = _inputs(graph, x) | _score_arguments(graph, x, callbacks)
     if x.wants_max:
         starts = _starts_of_statistics(graph, x)
         for name, uid in (("score_max", Uid.MAX), ("score_sum_exp", Uid.SUM_EXP)):
             arguments[name] = _statistics(graph, x, uid, starts).set_output(True)
-    out, stats = graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=not x.wants_max, **arguments)
-    _output(graph, x, out, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out)
+    out, stats = graph.sdpa(name="sdpa", generate_stats=not x.wants_max, **arguments)
+    _output(graph, x, out, Uid.OUT)
     if not x.wants_max:
         _stats_output(graph, x, stats)
 
 
 def _backward(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> None:
-    q, k, v = _inputs(graph, x)
-    arguments = _score_arguments(graph, x, callbacks)
+    arguments = _backward_inputs(graph, x) | _score_arguments(graph, x, callbacks)
     if callbacks is not None:
         arguments["score_mod_bprop"] = callbacks.score_mod_bprop
     if x.is_ragged:
@@ -249,66 +249,30 @@ def _backward(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> None:
         arguments["dBias"] = _tensor(graph, Uid.DBIAS, x.bias_shape, compact, x.dtype).set_output(True)
     if x.has_sink:
         arguments["dSink_token"] = _per_head(graph, x, Uid.DSINK).set_output(True)
-    gradients = graph.sdpa_backward(
-        name="sdpa_backward",
-        q=q,
-        k=k,
-        v=v,
-        o=_tokens(graph, x, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out),
-        dO=_tokens(graph, x, Uid.DOUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_dout),
-        stats=_statistics(graph, x, Uid.STATS, _starts_of_statistics(graph, x)),
-        use_deterministic_algorithm=x.deterministic,
-        **arguments,
-    )
+    gradients = graph.sdpa_backward(name="sdpa_backward", **arguments)
     _gradient_outputs(graph, x, gradients)
 
 
+# The numbers of FP8 graphs, by the arguments of cuDNN's operations.
+_FP8_INPUTS = {"descale_q": Uid.DESCALE_Q, "descale_k": Uid.DESCALE_K, "descale_v": Uid.DESCALE_V}
+_FP8_WEIGHTS = {"descale_s": Uid.DESCALE_S, "scale_s": Uid.SCALE_S}
+_FP8_FORWARD = _FP8_INPUTS | _FP8_WEIGHTS | {"scale_o": Uid.SCALE_OUT}
+_FP8_BACKWARD = _FP8_INPUTS | _FP8_WEIGHTS | {"descale_o": Uid.DESCALE_OUT, "descale_dO": Uid.DESCALE_DOUT}
+_FP8_BACKWARD |= {"descale_dP": Uid.DESCALE_DS, "scale_dP": Uid.SCALE_DS}
+_FP8_BACKWARD |= {"scale_dQ": Uid.SCALE_DQ, "scale_dK": Uid.SCALE_DK, "scale_dV": Uid.SCALE_DV}
+
+
 def _fp8_forward(graph: Graph, x: Sdpa) -> None:
-    q, k, v = _inputs(graph, x)
-    out, stats, _, amax_out = graph.sdpa_fp8(
-        name="sdpa",
-        q=q,
-        k=k,
-        v=v,
-        descale_q=_device_number(graph, Uid.DESCALE_Q),
-        descale_k=_device_number(graph, Uid.DESCALE_K),
-        descale_v=_device_number(graph, Uid.DESCALE_V),
-        descale_s=_device_number(graph, Uid.DESCALE_S),
-        scale_s=_device_number(graph, Uid.SCALE_S),
-        scale_o=_device_number(graph, Uid.SCALE_OUT),
-        generate_stats=True,
-        **_fp8_names(_score_arguments(graph, x, None)),
-    )
-    _output(graph, x, out, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out)
+    arguments = _inputs(graph, x) | _fp8_names(_score_arguments(graph, x, None)) | _device_numbers(graph, _FP8_FORWARD)
+    out, stats, _, amax_out = graph.sdpa_fp8(name="sdpa", generate_stats=True, **arguments)
+    _output(graph, x, out, Uid.OUT)
     _stats_output(graph, x, stats)
     _amax_output(amax_out, Uid.AMAX_OUT)
 
 
 def _fp8_backward(graph: Graph, x: Sdpa) -> None:
-    q, k, v = _inputs(graph, x)
-    *gradients, amax_dq, amax_dk, amax_dv, amax_ds = graph.sdpa_fp8_backward(
-        name="sdpa_backward",
-        q=q,
-        k=k,
-        v=v,
-        o=_tokens(graph, x, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out),
-        dO=_tokens(graph, x, Uid.DOUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_dout),
-        stats=_statistics(graph, x, Uid.STATS, _starts_of_statistics(graph, x)),
-        descale_q=_device_number(graph, Uid.DESCALE_Q),
-        descale_k=_device_number(graph, Uid.DESCALE_K),
-        descale_v=_device_number(graph, Uid.DESCALE_V),
-        descale_o=_device_number(graph, Uid.DESCALE_OUT),
-        descale_dO=_device_number(graph, Uid.DESCALE_DOUT),
-        descale_s=_device_number(graph, Uid.DESCALE_S),
-        descale_dP=_device_number(graph, Uid.DESCALE_DS),
-        scale_s=_device_number(graph, Uid.SCALE_S),
-        scale_dQ=_device_number(graph, Uid.SCALE_DQ),
-        scale_dK=_device_number(graph, Uid.SCALE_DK),
-        scale_dV=_device_number(graph, Uid.SCALE_DV),
-        scale_dP=_device_number(graph, Uid.SCALE_DS),
-        use_deterministic_algorithm=x.deterministic,
-        **_fp8_names(_score_arguments(graph, x, None)),
-    )
+    arguments = _backward_inputs(graph, x) | _fp8_names(_score_arguments(graph, x, None)) | _device_numbers(graph, _FP8_BACKWARD)
+    *gradients, amax_dq, amax_dk, amax_dv, amax_ds = graph.sdpa_fp8_backward(name="sdpa_backward", **arguments)
     _gradient_outputs(graph, x, gradients)
     for amax, uid in ((amax_dq, Uid.AMAX_DQ), (amax_dk, Uid.AMAX_DK), (amax_dv, Uid.AMAX_DV), (amax_ds, Uid.AMAX_DS)):
         _amax_output(amax, uid)
@@ -319,18 +283,20 @@ def _fp8_names(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("diagonal_band_"): value for name, value in arguments.items()}
 
 
-def _inputs(graph: Graph, x: Sdpa) -> tuple[GraphTensor, GraphTensor, GraphTensor]:
-    if x.pages is not None:
-        return (
-            _tokens(graph, x, Uid.Q, x.num_heads, x.len_q, x.head_dim_qk, x.strides_q),
-            _pool(graph, x, Uid.K, x.head_dim_qk, x.strides_k),
-            _pool(graph, x, Uid.V, x.head_dim_v, x.strides_v),
-        )
-    return (
-        _tokens(graph, x, Uid.Q, x.num_heads, x.len_q, x.head_dim_qk, x.strides_q),
-        _tokens(graph, x, Uid.K, x.num_heads_kv, x.len_kv, x.head_dim_qk, x.strides_k),
-        _tokens(graph, x, Uid.V, x.num_heads_kv, x.len_kv, x.head_dim_v, x.strides_v),
-    )
+def _inputs(graph: Graph, x: Sdpa) -> dict[str, Any]:
+    if x.pages is None:
+        return {"q": _tokens(graph, x, Uid.Q), "k": _tokens(graph, x, Uid.K), "v": _tokens(graph, x, Uid.V)}
+    k, v = _pool(graph, x, Uid.K, x.head_dim_qk, x.strides_k), _pool(graph, x, Uid.V, x.head_dim_v, x.strides_v)
+    return {"q": _tokens(graph, x, Uid.Q), "k": k, "v": v}
+
+
+def _backward_inputs(graph: Graph, x: Sdpa) -> dict[str, Any]:
+    return _inputs(graph, x) | {
+        "o": _tokens(graph, x, Uid.OUT),
+        "dO": _tokens(graph, x, Uid.DOUT),
+        "stats": _statistics(graph, x, Uid.STATS, _starts_of_statistics(graph, x)),
+        "use_deterministic_algorithm": x.deterministic,
+    }
 
 
 def _score_arguments(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> dict[str, Any]:
@@ -415,20 +381,28 @@ def frame_numbers(x: Sdpa) -> dict[int, float | int]:
 
 def _number(graph: Graph, uid: int, dtype: torch.dtype) -> GraphTensor:
     ones = [1, 1, 1, 1]
-    return graph.tensor(name=_name(uid), dim=ones, stride=ones, data_type=_data_type(dtype), is_pass_by_value=True, uid=uid)
+    return graph.tensor(name=_name(uid), dim=ones, stride=ones, data_type=DTYPES[dtype], is_pass_by_value=True, uid=uid)
 
 
-def _device_number(graph: Graph, uid: Uid) -> GraphTensor:
-    return _tensor(graph, uid, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
+def _device_numbers(graph: Graph, uids: Mapping[str, Uid]) -> dict[str, GraphTensor]:
+    return {name: _tensor(graph, uid, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32) for name, uid in uids.items()}
 
 
 def _amax_output(tensor: GraphTensor, uid: Uid) -> None:
     tensor.set_output(True).set_uid(uid).set_data_type(cudnn.data_type.FLOAT).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
 
 
-def _tokens(graph: Graph, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> GraphTensor:
+def _layout(x: Sdpa, uid: Uid) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Returns (dims, strides) of a tensor of tokens."""
+    is_query, has_v_dim = uid in (Uid.Q, Uid.OUT, Uid.DOUT, Uid.DQ), uid in (Uid.V, Uid.OUT, Uid.DOUT, Uid.DV)
+    heads, length = (x.num_heads, x.len_q) if is_query else (x.num_heads_kv, x.len_kv)
+    strides: Strides | None = getattr(x, f"strides_{uid.name.lower()}")
     assert strides is not None
-    tensor = _tensor(graph, uid, (x.batch, heads, length, head_dim), (*strides, 1), _dtype_of(x, uid))
+    return (x.batch, heads, length, x.head_dim_v if has_v_dim else x.head_dim_qk), (*strides, 1)
+
+
+def _tokens(graph: Graph, x: Sdpa, uid: Uid) -> GraphTensor:
+    tensor = _tensor(graph, uid, *_layout(x, uid), _dtype_of(x, uid))
     if x.is_ragged:
         tensor.set_ragged_offset(_starts(graph, x, Uid[f"STARTS_{uid.name}"]))
     return tensor
@@ -439,12 +413,9 @@ def _pool(graph: Graph, x: Sdpa, uid: Uid, head_dim: int, strides: Strides) -> G
     return _tensor(graph, uid, (x.pages.num_pages, x.num_heads_kv, x.pages.page_size, head_dim), (*strides, 1), x.dtype)
 
 
-def _output(
-    graph: Graph, x: Sdpa, tensor: GraphTensor, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None
-) -> None:
-    assert strides is not None
-    tensor.set_output(True).set_uid(uid).set_data_type(DTYPES[_dtype_of(x, uid)])
-    tensor.set_dim([x.batch, heads, length, head_dim]).set_stride([*strides, 1])
+def _output(graph: Graph, x: Sdpa, tensor: GraphTensor, uid: Uid) -> None:
+    dims, strides = _layout(x, uid)
+    tensor.set_output(True).set_uid(uid).set_data_type(DTYPES[_dtype_of(x, uid)]).set_dim(list(dims)).set_stride(list(strides))
     if x.is_ragged:
         tensor.set_ragged_offset(_starts(graph, x, Uid[f"STARTS_{uid.name}"]))
 
@@ -459,13 +430,8 @@ def _dtype_of(x: Sdpa, uid: Uid) -> torch.dtype:
 
 
 def _gradient_outputs(graph: Graph, x: Sdpa, gradients: Sequence[GraphTensor]) -> None:
-    shapes = (
-        (Uid.DQ, x.num_heads, x.len_q, x.head_dim_qk, x.strides_dq),
-        (Uid.DK, x.num_heads_kv, x.len_kv, x.head_dim_qk, x.strides_dk),
-        (Uid.DV, x.num_heads_kv, x.len_kv, x.head_dim_v, x.strides_dv),
-    )
-    for gradient, shape in zip(gradients, shapes, strict=True):
-        _output(graph, x, gradient, *shape)
+    for gradient, uid in zip(gradients, (Uid.DQ, Uid.DK, Uid.DV), strict=True):
+        _output(graph, x, gradient, uid)
 
 
 def _stats_output(graph: Graph, x: Sdpa, stats: GraphTensor) -> None:
@@ -502,15 +468,8 @@ def _per_head(graph: Graph, x: Sdpa, uid: Uid) -> GraphTensor:
     return _tensor(graph, uid, (1, x.num_heads, 1, 1), (x.num_heads, 1, 1, 1), torch.float32)
 
 
-_OTHER_DTYPES = {torch.int32: cudnn.data_type.INT32, torch.int64: cudnn.data_type.INT64}
-
-
 def _tensor(graph: Graph, uid: int, dims: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> GraphTensor:
-    return graph.tensor(name=_name(uid), dim=list(dims), stride=list(strides), data_type=_data_type(dtype), uid=uid)
-
-
-def _data_type(dtype: torch.dtype) -> object:
-    return DTYPES.get(dtype) or _OTHER_DTYPES[dtype]
+    return graph.tensor(name=_name(uid), dim=list(dims), stride=list(strides), data_type=DTYPES[dtype], uid=uid)
 
 
 def _name(uid: int) -> str:

@@ -163,17 +163,12 @@ def _forward(
         _refuse(seqused_k_of_a_dense_batch=seqused_k is not None)
     rng_state = _rng_state(dropout_p, query.device)
     x, settings = _call(
-        query,
-        key,
-        value,
+        *inputs,
         packed=_Packed(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k),
         window=(window_size_left, 0 if is_causal else window_size_right),
-        attn_mask_type="causal_bottom_right" if is_causal else "no_mask",
-        softmax_scale=scale,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
         bias_type="no_bias" if alibi_slopes is None else "alibi",
         alibi_slopes=alibi_slopes,
+        **_flash_arguments("bshd", dropout_p, is_causal, scale, rng_state),
     )
     out, lse = _run(x, settings, inputs)
     return (_with_strides_of(out, query), lse, *_states(rng_state, query))
@@ -211,10 +206,7 @@ def _backward(
         value,
         packed=_Packed(cum_seq_q, cum_seq_k, max_q, max_k),
         window=(window_size_left, 0 if is_causal else window_size_right),
-        attn_mask_type="causal_bottom_right" if is_causal else "no_mask",
-        softmax_scale=scale,
-        dropout_p=dropout_p,
-        rng_state=rng_state.view(torch.int64) if dropout_p else None,
+        **_flash_arguments("bshd", dropout_p, is_causal, scale, rng_state.view(torch.int64) if dropout_p else None),
     )
     gradients = ops._backward_op(grad_out, None, out, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
     return tuple(_with_strides_of(g, t) for g, t in zip(gradients, (query, key, value), strict=True))

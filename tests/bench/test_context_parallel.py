@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from flexattn.bench import context_parallel, ring_flash_attn
+from flexattn.bench import context_parallel
 from tests.conftest import FreshPython
 
 MODULE = "flexattn.bench.context_parallel"
@@ -61,7 +59,7 @@ def test_two_ranks_over_gloo_check_and_measure_each_strategy(forked_python: Fres
             assert max(row["errors"].values()) < context_parallel.WORST
             assert row["both_efficiency"] == pytest.approx(one["both_ms"] / (2 * row["both_ms"]))
             assert "out" in row["equal_bits"] or strategy == "ring"
-        for peer in (*context_parallel.PEERS, context_parallel.RING_FLASH_ATTN):
+        for peer in context_parallel.PEERS:
             assert rows[cell, peer]["status"] == "refused"
             assert rows[cell, peer]["reason"]
     assert rows["128k, window 4096", "flexattn, auto"]["takes"] == "halo"
@@ -98,20 +96,3 @@ def test_without_ranks_it_says_what_runs_it(capsys: pytest.CaptureFixture[str], 
     with pytest.raises(SystemExit):
         context_parallel.main([])
     assert "torchrun --standalone" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is not None, reason="ring-flash-attn is installed")
-def test_ring_flash_attn_is_imported_without_the_rest_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModuleNotFoundError, match="No module named 'ring_flash_attn'"):
-        ring_flash_attn.zigzag()
-    (tmp_path / "ring_flash_attn").mkdir()
-    (tmp_path / "ring_flash_attn" / "__init__.py").write_text("raise ImportError('transformers')")
-    (tmp_path / "ring_flash_attn" / "zigzag_ring_flash_attn.py").write_text(
-        "from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward\n"
-        "zigzag_ring_flash_attn_func = (_flash_attn_forward, _flash_attn_backward)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    forward, backward = ring_flash_attn.zigzag()
-    if importlib.util.find_spec("flash_attn") is None:
-        assert (forward, backward) == (ring_flash_attn._flash_attn_forward, ring_flash_attn._flash_attn_backward)
-    assert not any(name.startswith(("ring_flash_attn", "flash_attn")) for name in sys.modules)

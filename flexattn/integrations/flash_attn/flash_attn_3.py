@@ -237,18 +237,12 @@ def flash_attn_with_kvcache(
         k, v: new tokens [b, n, h_k, d] and [b, n, h_k, d_v], or [total, h_k, d] and [total, h_k, d_v] with cu_seqlens_k_new.
             They are written from cache_seqlens on. Pass both or neither.
         qv: q's shape, with d_v: adds qv v^T to q k^T. The whole cache is copied for it.
-        rotary_cos, rotary_sin: [positions, r / 2], to rotate the first r dims of k and q. Without a causal mask or a window, all
-            queries of a sequence are rotated to its first position. Only with k.
-        cache_seqlens: int, or int32 [b], each sequence's end in its row before the call. None: s; not with k.
-        cache_batch_idx: int32 [b], the row of each sequence. The rows are copied for the read. None: 0, 1, ...
-        cache_leftpad: int32 [b], each sequence's start in its row. None: 0.
-        page_table: int32 [b, columns], the pages of each sequence. k_cache and v_cache are then [pages, page_size, h_k, d] and
-            [pages, page_size, h_k, d_v], in 16 or 32 bits. cache_batch_idx picks rows of the table, and cache_leftpad is applied
-            as a mask. None: rows.
+        rotary_cos, rotary_sin, rotary_interleaved, cache_seqlens, cache_batch_idx, cache_leftpad: as in
+            `flash_attn_interface.flash_attn_with_kvcache`.
+        page_table: its block_table, for caches in 16 or 32 bits.
         cu_seqlens_q, cu_seqlens_k_new: int32 [b + 1], the offsets of each sequence's queries and new tokens.
         max_seqlen_q: the longest number of queries, or None.
         rotary_seqlens: int32 [b], the position of each sequence's first new token and query. None: cache_seqlens.
-        rotary_interleaved: if True, dims 0 and 1, 2 and 3, ... are rotated together, else 0 and r / 2, 1 and r / 2 + 1, ...
         softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap: as in `flash_attn_func`.
         scheduler_metadata, num_splits, pack_gqa, sm_margin: ignored; flexattn chooses them.
         return_softmax_lse: if True, returns (out, softmax_lse, and two empty tensors in place of partial results). softmax_lse is

@@ -99,14 +99,10 @@ def flash_attn_kvpacked_func(
 
     Args:
         q, kv: [b, sq, h, d] and [b, sk, 2, h_k, d].
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
-            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [b, h, sq], +inf for a query
-            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
 
-    Raises:
-        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flash_attn_func`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend((q, *unpack(kv, 2)), options, return_attn_probs)
@@ -127,14 +123,10 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: [b, s, 3, h, d].
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
-            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [b, h, s], +inf for a query
-            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
 
-    Raises:
-        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flash_attn_func`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend(tuple(unpack(qkv, 2)), options, return_attn_probs)
@@ -166,14 +158,10 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: the longest lengths.
         block_table: int32 [b, columns], the pages of each sequence. k and v are then [pages, page_size, h_k, d] and [pages,
             page_size, h_k, d_v], and a backward raises. None: k and v are packed.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
-            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [h, total_q], +inf for a query
-            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`, with softmax_lse [h, total_q].
 
-    Raises:
-        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flash_attn_func`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -204,14 +192,10 @@ def flash_attn_varlen_kvpacked_func(
         q, kv: [total_q, h, d] and [total_k, 2, h_k, d].
         cu_seqlens_q, cu_seqlens_k: int32 [b + 1], the sequences' offsets, and the total.
         max_seqlen_q, max_seqlen_k: the longest lengths.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
-            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [h, total_q], +inf for a query
-            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`, with softmax_lse [h, total_q].
 
-    Raises:
-        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flash_attn_func`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend((q, *unpack(kv, 1)), options, return_attn_probs, _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
@@ -234,14 +218,10 @@ def flash_attn_varlen_qkvpacked_func(
 
     Args:
         cu_seqlens, max_seqlen: int32 [b + 1], the sequences' offsets, and the total; the longest length.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
-            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [h, total], +inf for a query
-            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`, with softmax_lse [h, total].
 
-    Raises:
-        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flash_attn_func`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     packed = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)

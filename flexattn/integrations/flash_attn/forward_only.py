@@ -32,10 +32,7 @@ def needs_gradient(*tensors: Tensor) -> bool:
 def forward_only(attend: Callable[..., T], tensors: tuple[Tensor, ...], why: str) -> T:
     """Returns attend(*tensors), computed on detached tensors. A backward of out, the first or only result, raises.
 
-    Args:
-        attend: the call.
-        tensors: its arguments.
-        why: the text of the NotImplementedError.
+    why: the text of the NotImplementedError.
     """
     result: Any = attend(*(x.detach() for x in tensors))
     out, *others = result if isinstance(result, tuple) else (result,)

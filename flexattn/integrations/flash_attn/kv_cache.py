@@ -61,15 +61,9 @@ def make_cache(
     leftpad: Tensor | None,
     table: Tensor | None,
 ) -> Cache:
-    """Returns the cache that FlashAttention's arguments describe, for b sequences.
+    """Returns the cache that the arguments of `flash_attn_with_kvcache` describe, for b sequences.
 
-    Args:
-        caches: k and v, [rows, s, h_k, d] and [rows, s, h_k, d_v].
-        b: number of sequences.
-        seqlens: int, or [b], each sequence's end in its row. None: s, or the capacity of a row of the table.
-        batch_idx: [b], the row of each sequence, in the caches or the table. The rows are copied for the read. None: 0, 1, ...
-        leftpad: [b], each sequence's start in its row. None: 0.
-        table: int32 [rows, columns], the pages of each row, each of s tokens. None: the caches are rows.
+    caches: k_cache and v_cache. seqlens, batch_idx, leftpad: the arguments that begin with cache_. table: block_table.
     """
     k_cache, v_cache = caches
     if batch_idx is not None:
@@ -140,14 +134,7 @@ def rotate_queries(q: Tokens, rotary: Rotary, options: Options) -> Tensor:
 def attend(
     q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int | None, cache: Cache, options: Options, **extra_arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [t, h, d_v] and lse [h, t] of packed queries [t, h, d] over a cache.
-
-    Args:
-        q, cu_seqlens_q, max_seqlen_q: the queries, int32 [b + 1], and the longest length or None.
-        cache: the cache.
-        options: FlashAttention's options.
-        extra_arguments: further arguments of `attention`.
-    """
+    """Returns out [t, h, d_v] and lse [h, t] of packed queries [t, h, d] over a cache. extra_arguments: those of `attention`."""
     k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
     check_room(cache, 0)
     # A sequence ends with its row, because another sequence may follow.

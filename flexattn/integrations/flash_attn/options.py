@@ -20,12 +20,7 @@ class Options(NamedTuple):
 
 
 def named(options: Options, is_padded: bool) -> dict[str, Any]:
-    """Returns the options under `attention`'s names.
-
-    Args:
-        options: the options.
-        is_padded: whether the sequences have different lengths.
-    """
+    """Returns the options under `attention`'s names. is_padded: whether the sequences have different lengths."""
     prefix = "padding_" if is_padded else ""
     left, right = (-1 if side < 0 else int(side) for side in options.window_size)
     if options.causal:
@@ -45,12 +40,6 @@ def named(options: Options, is_padded: bool) -> dict[str, Any]:
 
 
 def refuse(name: str, value: object, instead: str) -> None:
-    """Raises NotImplementedError if an unsupported argument is passed.
-
-    Args:
-        name: the argument's name.
-        value: the argument's value; None passes.
-        instead: the alternative, for the error text.
-    """
+    """Raises NotImplementedError, with the alternative in its text, unless the argument's value is None."""
     if value is not None:
         raise NotImplementedError(f"{name} is not supported (got {type(value).__name__}); accepted: None; {instead}")

@@ -8,54 +8,27 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-QKVFormat = {
-    "sbhd": 0,
-    "bshd": 1,
-    "thd": 2,
-    "bshd_2sbhd": 3,
-    "sbhd_2bshd": 4,
-    "thd_2bshd": 5,
-    "thd_2sbhd": 6,
-    "bhsd": 7,
-}
-QKVLayout = {
-    "sb3hd": 0,
-    "sbh3d": 1,
-    "sbhd_sb2hd": 2,
-    "sbhd_sbh2d": 3,
-    "sbhd_sbhd_sbhd": 4,
-    "bs3hd": 5,
-    "bsh3d": 6,
-    "bshd_bs2hd": 7,
-    "bshd_bsh2d": 8,
-    "bshd_bshd_bshd": 9,
-    "t3hd": 10,
-    "th3d": 11,
-    "thd_t2hd": 12,
-    "thd_th2d": 13,
-    "thd_thd_thd": 14,
-    "sbhd_bshd_bshd": 15,
-    "bshd_sbhd_sbhd": 16,
-    "thd_bshd_bshd": 17,
-    "thd_sbhd_sbhd": 18,
-    "paged_kv_bshd_bshd_bshd": 19,
-    "paged_kv_bshd_sbhd_sbhd": 20,
-    "paged_kv_sbhd_bshd_bshd": 21,
-    "paged_kv_sbhd_sbhd_sbhd": 22,
-    "paged_kv_thd_bshd_bshd": 23,
-    "paged_kv_thd_sbhd_sbhd": 24,
-    "bhsd_bhsd_bhsd": 25,
-}
-AttnBiasType = {"no_bias": 0, "pre_scale_bias": 1, "post_scale_bias": 2, "alibi": 3}
-AttnMaskType = {
-    "no_mask": 0,
-    "padding": 1,
-    "causal": 2,
-    "padding_causal": 3,
-    "causal_bottom_right": 4,
-    "padding_causal_bottom_right": 5,
-}
-SoftmaxType = {"vanilla": 0, "off-by-one": 1, "learnable": 2}
+
+def _numbered(names: str) -> dict[str, int]:
+    """Returns the numbers 0, 1, ... by the names."""
+    return {name: number for number, name in enumerate(names.split())}
+
+
+QKVFormat = _numbered("sbhd bshd thd bshd_2sbhd sbhd_2bshd thd_2bshd thd_2sbhd bhsd")
+QKVLayout = _numbered(
+    """
+    sb3hd sbh3d sbhd_sb2hd sbhd_sbh2d sbhd_sbhd_sbhd
+    bs3hd bsh3d bshd_bs2hd bshd_bsh2d bshd_bshd_bshd
+    t3hd th3d thd_t2hd thd_th2d thd_thd_thd
+    sbhd_bshd_bshd bshd_sbhd_sbhd thd_bshd_bshd thd_sbhd_sbhd
+    paged_kv_bshd_bshd_bshd paged_kv_bshd_sbhd_sbhd paged_kv_sbhd_bshd_bshd
+    paged_kv_sbhd_sbhd_sbhd paged_kv_thd_bshd_bshd paged_kv_thd_sbhd_sbhd
+    bhsd_bhsd_bhsd
+    """
+)
+AttnBiasType = _numbered("no_bias pre_scale_bias post_scale_bias alibi")
+AttnMaskType = _numbered("no_mask padding causal padding_causal causal_bottom_right padding_causal_bottom_right")
+SoftmaxType = _numbered("vanilla off-by-one learnable")
 
 META_QKV, META_O, META_S = 2, 3, 8  # indices of the forward's FP8 tensors: GEMM1_OUTPUT, GEMM2_INPUT, GEMM3_OUTPUT
 META_DQKV, META_DO, META_DP = 0, 3, 5  # indices of the backward's: GRAD_OUTPUT1, GRAD_INPUT2, GRAD_INPUT3

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.spec import MaskType
 from flexattn.functional import attention
+from flexattn.integrations.flash_attn import sequences
+from flexattn.integrations.flash_attn.options import Options, named
+from flexattn.integrations.flash_attn.sequences import Lengths
 
 NAME = "flash-flexattn"
 _SOURCE = '''"""flexattn as a kernel for transformers; flexattn itself is to be installed beside it."""
@@ -82,9 +84,8 @@ def flash_attn_func(
     Raises:
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    options = _options(dropout_p, softmax_scale, softcap, deterministic, s_aux)
-    kind: MaskType = "causal_bottom_right" if causal else "no_mask"
-    out: Tensor = attention(q, k, v, attn_mask_type=kind, window_size=_window(window_size, causal), **options)
+    options = Options(dropout_p, softmax_scale, causal, _closed(window_size), softcap, None, deterministic)
+    out: Tensor = attention(q, k, v, **named(options, is_padded=False), **_sinks(s_aux))
     return out
 
 
@@ -117,34 +118,19 @@ def flash_attn_varlen_func(
     Raises:
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    options = _options(dropout_p, softmax_scale, softcap, deterministic, s_aux)
-    out: Tensor = attention(
-        q,
-        k,
-        v,
-        qkv_format="thd",
-        attn_mask_type="padding_causal_bottom_right" if causal else "padding",
-        window_size=_window(window_size, causal),
-        cu_seqlens_q=cu_seqlens_q.to(torch.int32),
-        cu_seqlens_kv=cu_seqlens_k.to(torch.int32),
-        max_seqlen_q=int(max_seqlen_q),
-        max_seqlen_kv=int(max_seqlen_k),
-        **options,
-    )
+    options = Options(dropout_p, softmax_scale, causal, _closed(window_size), softcap, None, deterministic)
+    lengths_q = Lengths(q, cu_seqlens_q.to(torch.int32), None, int(max_seqlen_q))
+    lengths_k = Lengths(k, cu_seqlens_k.to(torch.int32), None, int(max_seqlen_k))
+    lengths = sequences.named(lengths_q, lengths_k)
+    out: Tensor = attention(q, k, v, **lengths, **named(options, is_padded=True), **_sinks(s_aux))
     return out
 
 
-def _window(window_size: tuple[int | None, int | None], causal: bool) -> tuple[int, int]:
-    left, right = (-1 if side is None or side < 0 else side for side in window_size)
-    return left, 0 if causal else right
+def _closed(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
+    """Returns the window with a negative side in place of None."""
+    left, right = (-1 if side is None else side for side in window_size)
+    return left, right
 
 
-def _options(
-    dropout_p: float, softmax_scale: float | None, softcap: float, deterministic: bool, s_aux: Tensor | None
-) -> dict[str, Any]:
-    options: dict[str, Any] = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "softcap": softcap}
-    if deterministic:
-        options["deterministic"] = True
-    if s_aux is not None:
-        options |= {"softmax_type": "learnable", "softmax_offset": s_aux}
-    return options
+def _sinks(s_aux: Tensor | None) -> dict[str, Any]:
+    return {} if s_aux is None else {"softmax_type": "learnable", "softmax_offset": s_aux}

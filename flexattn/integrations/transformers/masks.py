@@ -6,7 +6,8 @@ and key. flexattn returns a `Visible`, which keeps the function for the kernels,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Band(NamedTuple):
     window_size: tuple[int, int] = (-1, -1)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Visible:
     """Keys that the queries of a batch see, as arguments of `attention`.
 
@@ -45,23 +47,13 @@ class Visible:
         packed: packed sequences; keys of other sequences are also hidden. None: one sequence per row, or `shown` separates them.
     """
 
-    ndim = 4
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        keys: int,
-        band: Band,
-        shown: MaskFunction | None = None,
-        padding: Tensor | None = None,
-        packed: Packed | None = None,
-    ) -> None:
-        self.shape = shape
-        self.keys = keys
-        self.band = band
-        self.shown = shown
-        self.padding = padding
-        self.packed = packed
+    shape: tuple[int, int, int, int]
+    keys: int
+    band: Band
+    shown: MaskFunction | None = None
+    padding: Tensor | None = None
+    packed: Packed | None = None
+    ndim: ClassVar[int] = 4
 
     @property
     def mask_mod(self) -> MaskFunction | None:
@@ -84,7 +76,7 @@ class Visible:
         packed = None
         if self.packed is not None:
             packed = self.packed._replace(cu_seqlens=self.packed.cu_seqlens.to(device, **options))
-        return Visible(self.shape, self.keys, self.band, self.shown, padding, packed)
+        return dataclasses.replace(self, padding=padding, packed=packed)
 
     def contiguous(self) -> Visible:
         """Returns the mask itself; transformers calls it on any mask that generate() makes in advance."""
