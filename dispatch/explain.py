@@ -125,7 +125,7 @@ class _Part(NamedTuple):
 
     def _faster_elsewhere(self) -> str | None:
         """Returns a warning if PyTorch's own attention was measured to be faster than the portable kernels for such a call."""
-        if self.kernels is None or self.kernels.family.capability is not None:
+        if self.kernels is None or self.kernels.family.capabilities:
             return None
         from flexattn.kernels_triton.common.crossovers import deciding
 

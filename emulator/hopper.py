@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from flexattn.emulator.context import program
-from flexattn.emulator.cta import running
 from flexattn.emulator.dtypes import Layout
 from flexattn.emulator.language import addresses
 from flexattn.emulator.memory import Descriptor
@@ -101,15 +100,15 @@ def _mma_sync(a: Tensor, b: Tensor, acc: Tensor, input_precision: Any = None) ->
 
 def _copy_async(smem: SharedView, pointer: Pointer, mask: Any = None, **_: Any) -> None:
     offset, active = addresses(pointer, mask, "async_copy_global_to_shared")
-    running().async_copy(smem, pointer.buffer, offset, active)
+    program().async_copy(smem, pointer.buffer, offset, active)
 
 
 def _commit_copies() -> None:
-    running().commit_copies()
+    program().commit_copies()
 
 
 def _wait_for_copies(num_outstanding: Any = 0) -> None:
-    running().wait_for_copies(int(static(num_outstanding, "num_outstanding")))
+    program().wait_for_copies(int(static(num_outstanding, "num_outstanding")))
 
 
 def _mma_init(value: Tensor) -> Tensor:
