@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.bench import record
 from flexattn.cli import Parser
 
@@ -497,14 +498,12 @@ def _flushed() -> Tensor:
 def time_of(run: Callable[[], Any], best: float | None = None) -> float:
     """Returns the median time of a call in ms; of fewer calls if one takes twice as long as `best`."""
 
-    sleep: Any = torch.cuda._sleep
-
     def times(count: int) -> list[float]:
         event: Any = torch.cuda.Event
         events = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(count)]
         for begin, end in events:
             _flushed().zero_()
-            sleep(400_000)  # the host is ahead of the GPU
+            compat.gpu_sleep(400_000)  # the host is ahead of the GPU
             begin.record()
             run()
             end.record()
