@@ -86,12 +86,12 @@ class Record(NamedTuple):
 def device_facts() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    from flexattn.kernels_triton.runtime import other_target
+    from flexattn.kernels_triton.runtime import imitation
 
     found = torch.cuda.get_device_properties(0)
     return {
         "type": "cuda",
-        "name": other_target.label(found.name),
+        "name": imitation.label(found.name),
         "capability": [found.major, found.minor],
         "multiprocessors": found.multi_processor_count,
         "memory_gib": round(found.total_memory / 2**30, 1),

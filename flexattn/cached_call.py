@@ -167,6 +167,7 @@ class Runs:
         if self.stage == "computed":
             self.stage = "settled"  # first, so that another thread does not record too
             results, self.recording = record(tensors)
+            counts["recordings"] += self.recording is not None
             return results
         if self.stage == "new":
             self.stage = "computed"

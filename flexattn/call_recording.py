@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flexattn import ops
-from flexattn.cached_call import counts
 from flexattn.dispatch import cpu_attention, replay, triton_backend
 from flexattn.dispatch.select import Backend, RuntimeFailure, backend_module
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients
@@ -63,9 +62,7 @@ def _record(
     numbers = call.numbers if call.fp8 is None and backend is backend_module("triton") else None
     inputs, results_of, also = how
     with contextlib.suppress(RuntimeFailure):
-        result, recording = replay.record(backend, run, inputs, results_of, call.layout.device, also, numbers)
-        counts["recordings"] += recording is not None
-        return result, recording
+        return replay.record(backend, run, inputs, results_of, call.layout.device, also, numbers)
     return None
 
 

@@ -370,10 +370,10 @@ def _ratio(a: float | None, b: float | None) -> str:
 def _machine() -> str:
     if not torch.cuda.is_available():
         return "no GPU. Only Triton's interpreter was checked, on small calls: this says nothing about a GPU"
-    from flexattn.kernels_triton.runtime import other_target
+    from flexattn.kernels_triton.runtime import imitation
 
     properties = torch.cuda.get_device_properties(0)
-    name = other_target.label(properties.name)
+    name = imitation.label(properties.name)
     sizes = f"{properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.0f} GiB"
     return f"{name}, sm_{properties.major}{properties.minor}, {sizes}"
 

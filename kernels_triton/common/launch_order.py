@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.runtime import other_target
+from flexattn.kernels_triton.runtime import imitation
 from flexattn.kernels_triton.runtime.device import capability_of
 
 
 def overlaps(device: torch.device) -> bool:
     """Returns whether kernels on this device may be compiled with the two functions below."""
-    return capability_of(device) >= 90 and other_target.imitated() is None
+    return capability_of(device) >= 90 and imitation.imitated() is None
 
 
 @triton.jit

@@ -109,9 +109,9 @@ def is_key_block(numbers):
 
 @gluon.jit
 def _unpack_part(numbers):
-    part, _ = take(numbers, 3)
-    first_row, minus_h, b = part
-    return Part(first_row=first_row, h=-1 - minus_h, b=b)
+    fields, _ = take(numbers, 3)
+    sent = Part(*fields)
+    return Part(first_row=sent.first_row, h=-1 - sent.h, b=sent.b)
 
 
 @gluon.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -11,6 +13,16 @@ from flexattn.kernels_triton.common.arguments import Pages, Rows
 from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile
 from flexattn.kernels_triton.mma.arguments import Parts, rows_layout
+
+
+class Head(NamedTuple):
+    """The keys, or the values, of one head and sequence in global memory."""
+
+    x: Rows
+    base: Any  # a pointer to the first key
+    b: Any
+    length: Any
+    pages: Pages | None
 
 
 @gluon.jit
@@ -43,39 +55,26 @@ def copy_queries(x: Rows, tiles: Parts, received: ReceivedTile, META: gl.constex
 
 
 @gluon.jit
-def _copy_part_of_keys(
-    x: Rows, tile, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, base, column, b, length, pages: Pages, META: gl.constexpr
-):
+def _copy_part_of_keys(head: Head, tile, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, column, META: gl.constexpr):
     LAYOUT: gl.constexpr = rows_layout(tile.shape[1], META.WARPS)
-    rows = gl.minimum(gl.arange(0, META.BLOCK_N, layout=gl.SliceLayout(1, LAYOUT)), length - 1 - column)
+    x, pages = head.x, head.pages
+    rows = gl.minimum(gl.arange(0, META.BLOCK_N, layout=gl.SliceLayout(1, LAYOUT)), head.length - 1 - column)
     if META.HAS_PAGES:  # ids out of range are clamped
         rows = column + rows
-        page = gl.load(pages.table_ptr + b.to(gl.int64) * pages.stride + rows // pages.page_size)
+        page = gl.load(pages.table_ptr + head.b.to(gl.int64) * pages.stride + rows // pages.page_size)
         page = gl.minimum(gl.maximum(page, 0), pages.num_pages - 1).to(gl.int64)
-        pointers = base + (page * x.stride_b + (rows % pages.page_size).to(gl.int64) * x.stride_s) * META.ALIGN
+        pointers = head.base + (page * x.stride_b + (rows % pages.page_size).to(gl.int64) * x.stride_s) * META.ALIGN
     else:  # one 64-bit number for the block, and 32 bits for each row
-        pointers = (base + column.to(gl.int64) * x.stride_s * META.ALIGN) + rows * (x.stride_s * META.ALIGN)
+        pointers = (head.base + column.to(gl.int64) * x.stride_s * META.ALIGN) + rows * (x.stride_s * META.ALIGN)
     _copy_rows(tile, pointers, FIRST, HEAD_DIM, LAYOUT)
 
 
 @gluon.jit
-def copy_keys(
-    x: Rows,
-    tiles: Parts,
-    slot,
-    FIRST_WIDTH: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    base,
-    column,
-    b,
-    length,
-    pages: Pages,
-    META: gl.constexpr,
-):
-    # Copies the block of keys, or of values, at `column` of a sequence of `length` keys whose head begins at `base`
-    _copy_part_of_keys(x, tiles.first.index(slot), 0, HEAD_DIM, base, column, b, length, pages, META)
+def copy_keys(head: Head, tiles: Parts, slot, column, FIRST_WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, META: gl.constexpr):
+    # Copies the block of keys, or of values, at `column`
+    _copy_part_of_keys(head, tiles.first.index(slot), 0, HEAD_DIM, column, META)
     if HEAD_DIM > FIRST_WIDTH:
-        _copy_part_of_keys(x, tiles.second.index(slot), FIRST_WIDTH, HEAD_DIM, base, column, b, length, pages, META)
+        _copy_part_of_keys(head, tiles.second.index(slot), FIRST_WIDTH, HEAD_DIM, column, META)
 
 
 @gluon.jit

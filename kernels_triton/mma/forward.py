@@ -60,7 +60,7 @@ from flexattn.kernels_triton.mma.arguments import (
     product_layout,
     rows_layout,
 )
-from flexattn.kernels_triton.mma.copies import copy_keys, copy_queries
+from flexattn.kernels_triton.mma.copies import Head, copy_keys, copy_queries
 from flexattn.kernels_triton.mma.dropout import kept
 from flexattn.kernels_triton.mma.tiles import MmaTile, forward_tile
 from flexattn.kernels_triton.runtime.device import Tile, num_processors
@@ -84,13 +84,12 @@ class Tiles(NamedTuple):
     v: Parts
 
 
-class Place(NamedTuple):
-    """Position of the keys of a tile in global memory: the first key and value of the head, the sequence and its length."""
+class Loads(NamedTuple):
+    """The keys and values of a tile in global memory, and the shared memory that blocks of them are copied to."""
 
-    k_base: Any
-    v_base: Any
-    b: Any
-    length: Any
+    k: Head
+    v: Head
+    tiles: Tiles
 
 
 @gluon.jit
@@ -123,31 +122,21 @@ def _add_values(acc, weights, v):
 
 
 @gluon.jit
-def _copy_k(args: MmaArguments, tiles: Tiles, slot, column, place: Place, META: gl.constexpr):
-    pages = args.call.pages
-    copy_keys(args.k, tiles.k, slot, META.QK0, META.HEAD_DIM_QK, place.k_base, column, place.b, place.length, pages, META)
+def _copy_k(loads: Loads, slot, column, META: gl.constexpr):
+    copy_keys(loads.k, loads.tiles.k, slot, column, META.QK0, META.HEAD_DIM_QK, META)
 
 
 @gluon.jit
-def _copy_v(args: MmaArguments, tiles: Tiles, slot, column, place: Place, META: gl.constexpr):
-    pages = args.call.pages
-    copy_keys(args.v, tiles.v, slot, META.VALUES0, META.WIDTH_V, place.v_base, column, place.b, place.length, pages, META)
+def _copy_v(loads: Loads, slot, column, META: gl.constexpr):
+    copy_keys(loads.v, loads.tiles.v, slot, column, META.VALUES0, META.WIDTH_V, META)
 
 
 @gluon.jit
 def _take_blocks(
-    sums: Sums,
-    first,
-    end,
-    same: Invariants,
-    tiles: Tiles,
-    place: Place,
-    args: MmaArguments,
-    IS_CUT: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
+    sums: Sums, first, end, same: Invariants, loads: Loads, IS_CUT: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
     # Adds the blocks of iterations `first` up to `end`. IS_CUT: they may need a mask
+    tiles = loads.tiles
     DTYPE: gl.constexpr = tiles.k.first.dtype
     PRODUCT: gl.constexpr = same.zeros.type.layout
     row_max, row_sum, acc0, acc1 = sums.row_max, sums.row_sum, sums.acc0, sums.acc1
@@ -159,18 +148,18 @@ def _take_blocks(
             slot = iteration % 2
             if n > 0:
                 following = key_block(n - 1, same.block_range, META)[0]
-                _copy_k(args, tiles, 1 - slot, following, place, META)
-                _copy_v(args, tiles, 1 - slot, following, place, META)
+                _copy_k(loads, 1 - slot, following, META)
+                _copy_v(loads, 1 - slot, following, META)
             async_copy.commit_group()
             s = _scores(tiles, slot, same.zeros, META)
         else:
             slot = 0
-            _copy_v(args, tiles, slot, column, place, META)
+            _copy_v(loads, slot, column, META)
             async_copy.commit_group()
             s = _scores(tiles, slot, same.zeros, META)
             async_copy.wait_group(0)  # this block's v
             if n > 0:
-                _copy_k(args, tiles, slot, key_block(n - 1, same.block_range, META)[0], place, META)
+                _copy_k(loads, slot, key_block(n - 1, same.block_range, META)[0], META)
             async_copy.commit_group()
         s, factor = visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
         p, row_max, correction = exponentials(s, gl.max(s, 1), row_max, factor, META)
@@ -243,17 +232,17 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     b_kv = b
     if META.HAS_PAGES:
         b_kv = b * 0
-    place = Place(
-        k_base=row_pointer(mma_args.k, b_kv, h_kv, sequence.start_kv, META),
-        v_base=row_pointer(mma_args.v, b_kv, h_kv, sequence.start_kv, META),
-        b=b,
-        length=len_kv,
+    k, v = mma_args.k, mma_args.v
+    loads = Loads(
+        k=Head(x=k, base=row_pointer(k, b_kv, h_kv, sequence.start_kv, META), b=b, length=len_kv, pages=args.pages),
+        v=Head(x=v, base=row_pointer(v, b_kv, h_kv, sequence.start_kv, META), b=b, length=len_kv, pages=args.pages),
+        tiles=tiles,
     )
     if num_blocks > 0:
         column = key_block(num_blocks - 1, block_range, META)[0]
-        _copy_k(mma_args, tiles, 0, column, place, META)
+        _copy_k(loads, 0, column, META)
         if META.STAGES == 2:
-            _copy_v(mma_args, tiles, 0, column, place, META)
+            _copy_v(loads, 0, column, META)
     async_copy.commit_group()
     rows, h_of_rows = rows_and_heads(tile.first_row, h, len_q, ROW, META)
     h_of_scores = h
@@ -288,10 +277,10 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     unmasked = unmasked_blocks(tile.first_row, BLOCK_M // META.GROUP, num_blocks, block_range, band, 1, META)
     begin = gl.minimum(unmasked.begin, num_blocks)
     end = gl.maximum(unmasked.end, begin)
-    sums = _take_blocks(sums, 0, begin, same, tiles, place, mma_args, True, MODS, META)
-    sums = _take_blocks(sums, begin, end, same, tiles, place, mma_args, False, MODS, META)
+    sums = _take_blocks(sums, 0, begin, same, loads, True, MODS, META)
+    sums = _take_blocks(sums, begin, end, same, loads, False, MODS, META)
     if META.HAS_LEFT or META.BLOCK_SIZE_Q > 0:
-        sums = _take_blocks(sums, end, num_blocks, same, tiles, place, mma_args, True, MODS, META)
+        sums = _take_blocks(sums, end, num_blocks, same, loads, True, MODS, META)
     async_copy.wait_group(0)  # a program must not end under a copy
     row_max, acc0, acc1 = sums.row_max, sums.acc0, sums.acc1
     row_sum = gl.convert_layout(gl.sum(sums.row_sum, 1), ROW)

@@ -3,7 +3,7 @@
 PTX is forward compatible: ptxas assembles PTX of sm_80 or sm_89 for sm_90, and the GPU then executes the older instructions. After
 `imitate(80)` this process compiles and selects kernels as on an A100. Results are correct or wrong as they are there, except for
 ptxas' choices. Times are only meaningful beside other code of the same target in the same run: the ratio of tensor cores to
-bandwidth, the L2 cache and the clocks are those of the GPU at hand. `label` names both in a result file.
+bandwidth, the L2 cache and the clocks are those of the GPU at hand. `imitation.label` names both in a result file.
 """
 
 from __future__ import annotations
@@ -11,53 +11,19 @@ from __future__ import annotations
 import functools
 import os
 import re
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-# Capabilities that can be imitated, and the capability that Triton compiles for. Kernels of 12.0 use the instructions of 8.9, but
-# PTX of 12.0 is not assembled for an older GPU.
-_COMPILED_FOR = {80: 80, 86: 86, 89: 89, 120: 89}
-
-
-class _Imitation(NamedTuple):
-    """The arguments of `imitate`, and the GPU that runs the code."""
-
-    capability: int
-    real: int
-
-    @property
-    def code(self) -> str:
-        return f"sm_{_COMPILED_FOR[self.capability]} code" + (" with tiles of sm_120" if self.capability == 120 else "")
-
-
-_imitation: _Imitation | None = None
+from flexattn.kernels_triton.runtime import imitation
 
 
 def parse(text: str) -> int:
     """Returns the compute capability that a text names: "sm_80", "80" or "8.0" is 80. Raises ValueError."""
     match = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)", text.strip())
     capability = 10 * int(match[1]) + int(match[2]) if match else None
-    if capability not in _COMPILED_FOR:
-        accepted = ", ".join(f"sm_{sm}" for sm in _COMPILED_FOR)
+    if capability not in imitation.COMPILED_FOR:
+        accepted = ", ".join(f"sm_{sm}" for sm in imitation.COMPILED_FOR)
         raise ValueError(f"the target is {text!r}; accepted: {accepted}")
     return capability
-
-
-def imitated() -> int | None:
-    """Returns the capability that this process imitates; None if it imitates none."""
-    return None if _imitation is None else _imitation.capability
-
-
-def label(device: str) -> str:
-    """Returns a name for results on a device: "sm_80 code on an NVIDIA H100"; without an imitation, the device's name."""
-    if _imitation is None:
-        return device
-    article = "an" if device[:1] in "AEFHILMNORSXaeiou" else "a"
-    return f"{_imitation.code} on {article} {device}"
-
-
-def code_key() -> str:
-    """Returns the part of the key of compiled code that depends on the imitation; "" without one."""
-    return "" if _imitation is None else f"{_imitation.code} on sm_{_imitation.real}"
 
 
 def imitate_named(text: str) -> int:
@@ -84,18 +50,20 @@ def imitate(capability: int) -> None:
 
     from flexattn.kernels_triton.runtime import device
 
-    if capability not in _COMPILED_FOR:
-        raise ValueError(f"capability is {capability!r}; accepted: {', '.join(map(str, _COMPILED_FOR))}")
-    if _imitation is not None:
-        if _imitation.capability != capability:
-            raise RuntimeError(f"this process imitates {_imitation.capability} already; start another process for {capability}")
+    if capability not in imitation.COMPILED_FOR:
+        raise ValueError(f"capability is {capability!r}; accepted: {', '.join(map(str, imitation.COMPILED_FOR))}")
+    if imitation.current is not None:
+        if imitation.current.capability != capability:
+            raise RuntimeError(
+                f"this process imitates {imitation.current.capability} already; start another process for {capability}"
+            )
         return
     torch.cuda.init()  # type: ignore[no-untyped-call]
     major, minor = torch.cuda.get_device_capability()
     real = 10 * major + minor
     if real == capability:
         return  # its own code
-    if real < _COMPILED_FOR[capability]:
+    if real < imitation.COMPILED_FOR[capability]:
         raise RuntimeError(
             f"capability is {capability}, and the GPU's own is {real}; code runs on its own capability and on later ones"
         )
@@ -110,7 +78,6 @@ def imitate(capability: int) -> None:
 
 def install(capability: int, real: int) -> None:
     """Makes Triton compile for `capability` and assemble for `real`, in this process, which needs no GPU."""
-    global _imitation
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler, driver
     from triton.compiler import compiler as loading
@@ -118,8 +85,8 @@ def install(capability: int, real: int) -> None:
     from flexattn.kernels_triton.runtime import direct
     from flexattn.kernels_triton.runtime.compiler import SHARED_MEMORY_LIMIT
 
-    _imitation = _Imitation(capability, real)
-    compiled_for, limit = _COMPILED_FOR[capability], SHARED_MEMORY_LIMIT[capability]
+    imitation.current = imitation.Imitation(capability, real)
+    compiled_for, limit = imitation.COMPILED_FOR[capability], SHARED_MEMORY_LIMIT[capability]
     backend: Any = compiler.CUDABackend
     make_cubin, key, load = backend.make_cubin, backend.hash, direct._load
 
@@ -141,7 +108,7 @@ def install(capability: int, real: int) -> None:
         return load(binary)
 
     backend.make_cubin = make_cubin_for_real
-    backend.hash = lambda self: f"{key(self)}-{code_key()}"
+    backend.hash = lambda self: f"{key(self)}-{imitation.code_key()}"
     driver.CudaDriver.get_current_target = lambda self: GPUTarget("cuda", compiled_for, 32)
     loading.max_shared_mem = lambda device: limit
     direct._load = load_if_it_fits

@@ -20,7 +20,7 @@ import triton
 from triton.runtime.jit import JITCallable
 
 from flexattn import kept_files
-from flexattn.kernels_triton.runtime import other_target
+from flexattn.kernels_triton.runtime import imitation
 from flexattn.kernels_triton.runtime.compiler import SHARED_MEMORY_LIMIT
 from flexattn.kernels_triton.runtime.sass_registers import MiscompiledError, check_code
 from flexattn.kernels_triton.runtime.source_key import source_key
@@ -89,7 +89,7 @@ def binary_of(compiled: Any) -> Binary | None:
 def description(kernel: Any, parts: Sequence[Any], options: Mapping[str, Any], architecture: int) -> str:
     """Returns a text that identifies a kernel; `parts` are the properties of each argument that it is specialised for."""
     properties = (
-        (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, other_target.code_key(), sorted(options.items())),
+        (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, imitation.code_key(), sorted(options.items())),
         (f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", source_key(kernel)),
         tuple(map(_text, parts)),
         sorted((name, value) for name, value in os.environ.items() if name.startswith(_PREFIXES) and name not in _ELSEWHERE),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flexattn.kernels_triton.runtime import other_target
+from flexattn.kernels_triton.runtime import imitation, other_target
 
 COMPILES = """
 import re, sys
@@ -58,17 +58,17 @@ def test_other_targets_are_refused(text: str) -> None:
 
 
 def test_a_result_names_the_code_and_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert other_target.label("NVIDIA H100") == "NVIDIA H100"
-    assert other_target.code_key() == ""
-    monkeypatch.setattr(other_target, "_imitation", other_target._Imitation(80, 90))
-    assert other_target.label("NVIDIA H100") == "sm_80 code on an NVIDIA H100"
-    assert other_target.imitated() == 80
-    monkeypatch.setattr(other_target, "_imitation", other_target._Imitation(120, 90))
-    assert other_target.label("Tesla T4") == "sm_89 code with tiles of sm_120 on a Tesla T4"
+    assert imitation.label("NVIDIA H100") == "NVIDIA H100"
+    assert imitation.code_key() == ""
+    monkeypatch.setattr(imitation, "current", imitation.Imitation(80, 90))
+    assert imitation.label("NVIDIA H100") == "sm_80 code on an NVIDIA H100"
+    assert imitation.imitated() == 80
+    monkeypatch.setattr(imitation, "current", imitation.Imitation(120, 90))
+    assert imitation.label("Tesla T4") == "sm_89 code with tiles of sm_120 on a Tesla T4"
 
 
 def test_a_process_imitates_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_target, "_imitation", other_target._Imitation(80, 90))
+    monkeypatch.setattr(imitation, "current", imitation.Imitation(80, 90))
     other_target.imitate(80)
     with pytest.raises(RuntimeError, match="imitates 80 already"):
         other_target.imitate(86)
