@@ -133,8 +133,8 @@ class _Part(NamedTuple):
         if rule is None:
             return None
         return (
-            f"slower than SDPA: PyTorch's FlashAttention-2 was {rule.gain:.2f} times as fast when an H100 ran the code of this GPU "
-            f"({', '.join(rule.files)})"
+            f"slower than SDPA: PyTorch's FlashAttention-2 was {rule.gain:.2f} times as fast "
+            f"when a newer GPU ran the code of this one ({', '.join(rule.files)})"
         )
 
 

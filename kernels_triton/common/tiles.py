@@ -5,8 +5,8 @@
 Tests compile rows ahead of time for their architecture and check shared memory, spills and matrix instructions. Every test run
 compiles one row of each kernel, `pytest -m slow` the most important rows, and `-m exhaustive` all of them. The fp16 and bf16 rows
 of 9.0 were the fastest of several on an NVIDIA H200 at 512 to 4096 tokens, causal and full (bench/results/tiles_*_h200.json). Those
-of 8.0, 8.6 and 12.0 up to 512 were the fastest of several when an NVIDIA H100 ran the code of sm_80; that run was not kept. Other
-rows have not been timed.
+of 8.0, 8.6 and 12.0 up to 512 were the fastest of several when an NVIDIA H200 ran the code of sm_80
+(bench/results/older_tiles_h200.json). Other rows have not been timed.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ FORWARD: Table = {
     (INTERPRETER, 2): _SMALL,
     (INTERPRETER, 4): _SMALL,
     (80, 2): (
-        Row(128, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-        Row(256, Tile(128, 64, 4, 2), Tile(64, 64, 8, 2)),
-        Row(384, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
-        Row(512, Tile(64, 64, 4, 1), Tile(64, 32, 8, 2), open=Tile(64, 64, 4, 2)),
+        Row(192, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        Row(256, Tile(128, 64, 4, 2), Tile(128, 32, 8, 2)),
+        Row(320, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        Row(384, Tile(64, 64, 4, 2), Tile(64, 16, 4, 2)),
+        Row(512, Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)),
         Row(640, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
         Row(1088, Tile(64, 16, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (86, 2): (
-        Row(128, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-        Row(192, Tile(128, 64, 4, 2), Tile(64, 32, 8, 2)),
-        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), open=Tile(128, 32, 4, 2)),
+        Row(192, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        Row(256, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), open=Tile(128, 32, 4, 2)),
         Row(320, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
-        Row(384, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
-        Row(512, Tile(64, 64, 4, 1), Tile(32, 32, 8, 1)),
+        Row(384, Tile(128, 64, 8, 2), Tile(64, 16, 4, 2)),
+        Row(512, Tile(64, 64, 4, 1), Tile(64, 32, 8, 2)),
         Row(640, Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
         Row(1088, Tile(32, 16, 8, 2), Tile(16, 32, 8, 1)),
     ),
@@ -114,17 +114,20 @@ DQ: Table = {
     (INTERPRETER, 2): _SMALL,
     (INTERPRETER, 4): _SMALL,
     (80, 2): (
-        Row(128, Tile(128, 64, 4, 2), Tile(64, 32, 4, 2)),
-        Row(256, Tile(64, 64, 4, 2), Tile(64, 32, 8, 2)),
-        Row(384, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
-        Row(512, Tile(32, 32, 4, 2), Tile(32, 32, 8, 1)),
+        Row(128, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        Row(256, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        Row(320, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+        Row(384, Tile(64, 32, 4, 2), Tile(64, 16, 4, 2)),
+        Row(512, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
         Row(1088, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
     ),
     (86, 2): (
-        Row(128, Tile(128, 64, 4, 2), Tile(64, 32, 4, 2)),
-        Row(256, Tile(128, 64, 8, 2), Tile(32, 32, 8, 1)),
-        Row(384, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-        Row(512, Tile(32, 32, 4, 2), Tile(32, 32, 8, 1)),
+        Row(128, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        Row(192, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        Row(256, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        Row(320, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        Row(384, Tile(64, 32, 4, 2), Tile(64, 16, 4, 2)),
+        Row(512, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
         Row(1088, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
     ),
     (90, 2): (
@@ -151,16 +154,19 @@ DKDV: Table = {
     (INTERPRETER, 4): _SMALL,
     (80, 2): (
         Row(128, Tile(32, 128, 4, 2), Tile(32, 64, 4, 2)),
-        Row(256, Tile(64, 64, 4, 2), Tile(32, 64, 8, 1)),
-        Row(384, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
-        Row(512, Tile(64, 64, 4, 1, apart=True), Tile(16, 32, 8, 1)),
+        Row(256, Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        Row(320, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+        Row(384, Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
+        Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
         Row(1088, Tile(16, 32, 8, 1, apart=True), Tile(16, 32, 8, 1, apart=True)),
     ),
     (86, 2): (
         Row(128, Tile(32, 128, 4, 2), Tile(32, 64, 4, 2)),
-        Row(192, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1)),
-        Row(256, Tile(64, 128, 8, 2), Tile(32, 32, 8, 1)),
-        Row(512, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
+        Row(192, Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        Row(256, Tile(32, 128, 8, 2), Tile(32, 128, 8, 2)),
+        Row(320, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
+        Row(384, Tile(32, 64, 4, 2, apart=True), Tile(32, 64, 4, 1, apart=True)),
+        Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
         Row(1088, Tile(16, 16, 8, 1, apart=True), Tile(16, 16, 8, 1, apart=True)),
     ),
     (90, 2): (

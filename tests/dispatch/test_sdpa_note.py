@@ -22,7 +22,7 @@ RULE = Rule(
     gain=1.25,
     source="older_tiles_h100.json",
 )
-NOTE = "slower than SDPA: PyTorch's FlashAttention-2 was 1.25 times as fast when an H100 ran the code of this GPU"
+NOTE = "slower than SDPA: PyTorch's FlashAttention-2 was 1.25 times as fast when a newer GPU ran the code of this one"
 
 
 @pytest.mark.parametrize(

@@ -235,8 +235,9 @@ def _with_fp8(config: Config, rng: Random) -> Config:
         multiple = 8 if fp8_of == "keys" else 16
         possible = [dim for dim in config.where.head_dims if dim <= MOST_FP8_DIM and dim % multiple == 0]
         dims = [dim if dim in possible else rng.choice(possible) for dim in dims]
-        if fp8_of != "keys" and config.where.device == "cuda" and rng.random() < 0.6:
-            dims = list(rng.choice(DIMS_OF_FP8_KERNELS))
+        if fp8_of != "keys" and config.where.device == "cuda":
+            either = (rng.choice(DIMS_OF_FP8_KERNELS), (rng.choice(sorted(set(possible))), dims[1]))
+            dims = list(rng.choice(either))
     page_size = config.page_size
     if config.has_lengths and config.kv_format in ("bshd", "bhsd") and fp8_of == "keys" and rng.random() < 0.5:
         page_size = page_size or rng.choice([1, 16, 64, 24])

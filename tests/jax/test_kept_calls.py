@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import flexattn
-from flexattn.jax import attention, front
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
+jnp = jax.numpy
+front = pytest.importorskip("flexattn.jax.front")
+attention = front.attention
 
 Q, K, V = (jax.random.normal(jax.random.key(n), (1, 5, 2, 16)) for n in range(3))
 CU = jnp.array([0, 2, 5], jnp.int32)
