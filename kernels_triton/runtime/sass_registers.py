@@ -17,8 +17,11 @@ whole kernel before a loop. So the defect needs tiles that are not pipelined, of
   bytes. A `Problem` rejects such rows on a GPU.
 - Keys and values that are converted from FP8: they go from the pipeline through registers to one address. A `Problem` uses one part
   for their head dims.
-- Tiles of one stage: some tiles of backwards, and of forwards with 16 keys at a time. A forward with a bias at head dims 152 and
-  368 reads such registers. With two stages it reads none.
+- Tiles of one stage: some tiles of backwards. Forwards with 16 keys at a time have two stages for this reason.
+
+If ptxas computes a descriptor in ordinary registers, it may lose a write of theirs. Then the descriptor is made of a number that
+was loaded for something else, such as the seed of dropout. The dataflow of unwritten registers does not see it, because something
+wrote the register. So the origin of each descriptor is followed too: no load and no floating-point number may be part of one.
 
 `tests/portable/test_sound_kernels.py` draws calls of all head dims and features, and finds no such register in their kernels. If a
 kernel has one anyway, it is compiled with another number of stages (`store.sound`). If none helps, it is not launched.
@@ -31,6 +34,7 @@ import operator
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +65,14 @@ class _Instruction(NamedTuple):
     writes: int
     is_copy: bool  # from the one register that it reads to the one register that it writes
     next: tuple[int, ...]  # indices in the code
+    name: str  # the operation with its modifiers
+    text: str  # its operands
+
+
+# Where the origin of a descriptor's lower half ends: at its 14 bits of an address, wherever that is from, or at a constant.
+# A spill ends it too.
+_ADDRESS = re.compile(r"U?SGXT\S* \w+, \S+, 0xe|U?LOP3\S* (U?P\w+, )?\w+, [^,]+, 0x[0-3]?[0-9a-f]{1,3},|LDL")
+_FOREIGN = re.compile(r"LD[GCS]|F(ADD|MUL|FMA|SEL|MNMX)|MUFU|I2F")
 
 
 class MiscompiledError(RuntimeError):
@@ -109,7 +121,7 @@ def undefined_registers(sass: str) -> tuple[str, ...]:
     reached, used, todo = {0}, 0, [0]
     while todo:
         place = todo.pop()
-        before, (reads, writes, is_copy, following) = undefined[place], code[place]
+        before, (reads, writes, is_copy, following, _, _) = undefined[place], code[place]
         after = before & ~writes
         if is_copy and before & reads:
             after |= writes
@@ -120,7 +132,48 @@ def undefined_registers(sass: str) -> tuple[str, ...]:
                 reached.add(other)
                 undefined[other] |= after
                 todo.append(other)
-    return tuple(f"UR{n}" if n < _ORDINARY else f"R{n - _ORDINARY}" for n in range(used.bit_length()) if used >> n & 1)
+    registers = (f"UR{n}" if n < _ORDINARY else f"R{n - _ORDINARY}" for n in range(used.bit_length()) if used >> n & 1)
+    return (*registers, *_stray_descriptors(code))
+
+
+def _stray_descriptors(code: Sequence[_Instruction]) -> tuple[str, ...]:
+    """Returns the descriptors of wgmma, as "gdesc[UR8]", that are computed from a load or a floating-point number."""
+    before: list[list[int]] = [[] for _ in code]
+    for place, instruction in enumerate(code):
+        for following in instruction.next:
+            before[following].append(place)
+    found = []
+    for place, instruction in enumerate(code):
+        used = re.search(r"gdesc\[UR(\d+)\]", instruction.text) if instruction.name.partition(".")[0].endswith("GMMA") else None
+        if used is None:
+            continue
+        first = int(used[1])
+        lower = (first, first + 2) if instruction.reads >> first & 1 else (first + 2,)  # halves with an address
+        if any(_has_foreign_origin(code, before, place, register) for register in lower):
+            found.append(used[0])
+    return tuple(dict.fromkeys(found))
+
+
+def _has_foreign_origin(code: Sequence[_Instruction], before: Sequence[Sequence[int]], place: int, register: int) -> bool:
+    """Returns whether the value of a register before an instruction is from a load or a floating-point number."""
+    todo, seen = [(n, register) for n in before[place]], set()
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        place, register = at
+        reads, writes, _, _, name, text = code[place]
+        sources = [register]
+        if writes >> register & 1:
+            if _FOREIGN.match(name):
+                return True
+            sources = [] if _ADDRESS.match(f"{name} {text}") else [n for n in range(reads.bit_length()) if reads >> n & 1]
+            if name == "UIADD3.64":  # a carry may go up, and no part of an upper half goes down
+                lowest = (writes & -writes).bit_length() - 1
+                sources = [n + register - lowest for n in map(int, re.findall(r"\bUR(\d+)", text)[1:])]
+        todo += [(previous, source) for source in sources for previous in before[place]]
+    return False
 
 
 def _instructions(sass: str) -> list[_Instruction]:
@@ -140,7 +193,7 @@ def _instructions(sass: str) -> list[_Instruction]:
             following.append(place + 1)
         reads, writes = _registers(name, text)
         is_copy = _COPY.fullmatch(f"{name} {text.strip()}") is not None
-        code.append(_Instruction(reads, writes, is_copy, tuple(n for n in following if n < len(lines))))
+        code.append(_Instruction(reads, writes, is_copy, tuple(n for n in following if n < len(lines)), name, text))
     starts = sorted(place for label, place in labels.items() if label.startswith("$"))  # functions, which follow the kernel's code
     for place, (_, name, text) in enumerate(lines):
         if name.startswith("CALL") and (called := [labels[label] for label in _TARGET.findall(text) if label.startswith("$")]):

@@ -98,7 +98,7 @@ class Call:
         wanted, (q_format, kv_format) = self.config.results, self._formats
         own = (q_format, q_format, kv_format)
         formats = [w if w and (w == "thd") == (fmt == "thd") else "" for w, fmt in zip(wanted[:3], own, strict=True)]
-        q, k, v = (self.tensors[name] for name in "qkv")
+        q, k, v = (self.tensors.get(f"pages_{name}", self.tensors[name]) for name in "qkv")
         shared = (q, k, v) if PACKINGS.get(wanted.packing, (0, 0))[0] == 3 else (k, v)
         is_one = len({t.shape for t in shared}) == 1 and (len(shared) == 2 or q_format == kv_format)
         if len(shared) == 3 and is_one:

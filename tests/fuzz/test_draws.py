@@ -200,3 +200,10 @@ def test_plans_over_ranks() -> None:
     lines = plans.run(10.0, 5, 2)
     assert len(lines) > 3
     assert [line for line in lines if line["wrong"]] == []
+
+
+def test_results_over_pages_are_packed_only_if_pages_have_the_shape_of_q() -> None:
+    config = config_of(ON_GPU, "4801005000011.145")
+    call = Call(config._replace(where=config.where._replace(device="cpu")), 0)
+    assert (config.results.packing, config.page_size) == ("3hd", 16)
+    assert call.results.packing == ""

@@ -116,6 +116,9 @@ def _sass(*lines: str) -> str:
     )
 
 
+_PRODUCT = ("IADD3 R4, P2, R4, 0x2, RZ", "R2UR UR6, R4", "UMOV UR7, 0x1", "HGMMA.64x64x16.F32 R24, R56, gdesc[UR4], R24", "EXIT")
+
+
 @pytest.mark.parametrize(
     ("code", "undefined"),
     [
@@ -155,6 +158,12 @@ def _sass(*lines: str) -> str:
         # a load from tensor memory writes as many registers as it says
         (("MOV.SPILL R35, UR4", "LDTM.x32 R4, tmem[UR5]", "FADD R2, R35, R3", "EXIT"), ("UR5",)),
         (("MOV.SPILL R36, UR4", "LDTM.x32 R4, tmem[UR5]", "FADD R2, R36, R3", "EXIT"), ("UR5", "R36")),
+        # a descriptor's address is 14 bits; one from a number that was loaded for something else is wrong
+        (("SGXT.U32 R4, R4, 0xe", *_PRODUCT), ()),
+        (("LDG.E R4, [R2.64]", "LOP3.LUT R4, R4, 0x3fff, RZ, 0xc0, !PT", *_PRODUCT), ()),
+        (("LDG.E R4, [R2.64]", *_PRODUCT), ("gdesc[UR4]",)),
+        (("SGXT.U32 R4, R4, 0xe", "@P0 BRA `(.L_x_0)", "LDC R4, c[0x0][0x8]", ".L_x_0:", *_PRODUCT), ("gdesc[UR4]",)),
+        (("SGXT.U32 R4, R4, 0xe", ".L_x_0:", *_PRODUCT[:-1], "FADD R4, R4, R4", "@P0 BRA `(.L_x_0)", "EXIT"), ("gdesc[UR4]",)),
         ((), ()),
     ],
 )
