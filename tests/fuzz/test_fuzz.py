@@ -100,7 +100,7 @@ def test_a_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch, allocations: Allo
         if len(rows) > 40:
             out[:, :, -1] *= 1.05
 
-    monkeypatch.setattr(eager_backend, "attend", attend_wrongly(last_row))
+    monkeypatch.setattr(reference, "attend", attend_wrongly(last_row))
     assert calls_until_found(allocations)
 
 
