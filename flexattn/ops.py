@@ -209,8 +209,8 @@ def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
