@@ -134,7 +134,7 @@ class _Part(NamedTuple):
             return None
         return (
             f"slower than SDPA: PyTorch's FlashAttention-2 was {rule.gain:.2f} times as fast "
-            f"when a newer GPU ran the code of this one ({', '.join(rule.files)})"
+            f"in a run of sm_80 code on a newer GPU ({', '.join(rule.files)})"
         )
 
 

@@ -425,7 +425,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          grouped=False, tokens=(None, 256), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
     Rule(use="portable", tile="one_grid", capability=90, element_size=2, head_dim=64, mask="causal", has_left=False, dropout=False,
          packed=False, grouped=False, tokens=(None, 512), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
-    # --- GPUs before Hopper and RTX 50: PyTorch's FlashAttention-2 beside the portable kernels, as code of these GPUs on an H200.
+    # --- GPUs before Hopper and RTX 50: PyTorch's FlashAttention-2 beside the portable kernels, as sm_80 code on an H200.
     Rule(use="sdpa", direction="forward", capability=80, head_dim_qk=64, head_dim_v=64, mask="causal",
          **_OLDER, gain=1.08, source="older_tiles_h200.json"),
     Rule(use="sdpa", direction="forward", capability=80, head_dim_qk=64, head_dim_v=64, mask="open",

@@ -4,7 +4,7 @@
 
 Tests compile rows ahead of time for their architecture and check shared memory, spills and matrix instructions. Every test run
 compiles one row of each kernel, `pytest -m slow` the most important rows, and `-m exhaustive` all of them. The fp16 and bf16 rows
-of 9.0 were the fastest of several on an NVIDIA H200 at 512 to 4096 tokens, causal and full (bench/results/tiles_*_h200.json). Those
+of 9.0 were the fastest of several on an NVIDIA H200 at 512 to 4096 tokens, causal and full (bench/results/tiles_*_h200.json). Most
 of 8.0, 8.6 and 12.0 up to 512 were the fastest of several when an NVIDIA H200 ran the code of sm_80
 (bench/results/older_tiles_h200.json). Other rows have not been timed.
 """

@@ -69,8 +69,7 @@ class _Instruction(NamedTuple):
     text: str  # its operands
 
 
-# Where the origin of a descriptor's lower half ends: at its 14 bits of an address, wherever that is from, or at a constant.
-# A spill ends it too.
+# The search for the origin of a descriptor's lower half ends at the 14 bits of its address, at a constant, or at a spill.
 _ADDRESS = re.compile(r"U?SGXT\S* \w+, \S+, 0xe|U?LOP3\S* (U?P\w+, )?\w+, [^,]+, 0x[0-3]?[0-9a-f]{1,3},|LDL")
 _FOREIGN = re.compile(r"LD[GCS]|F(ADD|MUL|FMA|SEL|MNMX)|MUFU|I2F")
 

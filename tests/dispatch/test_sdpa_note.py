@@ -22,7 +22,7 @@ RULE = Rule(
     gain=1.25,
     source="older_tiles_h100.json",
 )
-NOTE = "slower than SDPA: PyTorch's FlashAttention-2 was 1.25 times as fast when a newer GPU ran the code of this one"
+NOTE = "slower than SDPA: PyTorch's FlashAttention-2 was 1.25 times as fast in a run of sm_80 code on a newer GPU"
 
 
 @pytest.mark.parametrize(
