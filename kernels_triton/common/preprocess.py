@@ -66,6 +66,8 @@ class Quantized(NamedTuple):
 
     rows: Rows
     descale_ptr: Pointer  # [b, h, blocks], contiguous
+    # At least the blocks that the kernel has for a sequence: max_seqlen_q may be more than the tokens of a packed call.
+    blocks: int
     range_scale: float  # the largest value of its dtype
 
 
@@ -122,7 +124,7 @@ def _attn_bwd_preprocess_kernel(
                 tl.store(args.tiled.dq_arrivals_ptr + b * num_heads + h, 0)
     if first_row >= end:
         if quantized.rows.ptr is not None:
-            tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, 1.0)
+            tl.store(quantized.descale_ptr + (b * num_heads + h) * quantized.blocks + block, 1.0)
         if dsink_ptr is not None:
             tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
         return
@@ -145,7 +147,7 @@ def _attn_bwd_preprocess_kernel(
                 largest = tl.maximum(largest, largest_of_rows(dout1.to(tl.float32)))
         scale = scale_of(tl.max(largest, 0), quantized.range_scale)
         descale = tl.div_rn(1.0, scale)
-        tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, descale)
+        tl.store(quantized.descale_ptr + (b * num_heads + h) * quantized.blocks + block, descale)
     dsink = 0.0
     queries = Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q)
     for row in range(0, ROWS, BLOCK_M):
@@ -246,7 +248,10 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
     quantized = None
     if quantises:
-        quantized = Quantized(rows=rows(dout8, meta), descale_ptr=x.descales[3], range_scale=LARGEST[dout8.dtype])
+        descale = x.descales[3]
+        quantized = Quantized(
+            rows=rows(dout8, meta), descale_ptr=descale, blocks=descale.shape[2], range_scale=LARGEST[dout8.dtype]
+        )
     args = Arguments(
         saved=Saved(out=rows(out, meta), lse_ptr=large.remainder, dlse_ptr=call.dlse),
         dout=rows(dout, meta),

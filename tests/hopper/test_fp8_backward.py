@@ -344,17 +344,6 @@ def test_the_two_kernels_leave_other_calls_to_others(
     assert found is None if reason is None else reason in str(found)
 
 
-@pytest.mark.parametrize(("dim", "is_refused"), [(192, False), (256, True)])
-def test_wide_packed_queries_are_left_to_others(dim: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_backward_operands, "capability_of", lambda device: 90)
-    q, cu_seqlens = torch.zeros(256, 4, dim).to(E4M3), torch.tensor([0, 100, 256], dtype=torch.int32)
-    v = torch.zeros(256, 4, 128)
-    lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": 156, "max_seqlen_kv": 156}
-    problem = Problem(q, q, v.to(E4M3), softmax_scale=0.1, descales=(torch.ones(2, 4, 1),) * 4, **lengths)
-    found = hopper_fp8_backward.unsupported(problem, v.to(torch.bfloat16), v.to(E5M2))
-    assert ("NaN" in str(found)) == is_refused
-
-
 def check_on_gpu(call: dict[str, Any], granularity: Any = "head", dtype: torch.dtype = torch.bfloat16, **inputs: Any) -> None:
     given = make_inputs(**{"dtype": dtype, "head_dim_qk": 256, "head_dim_v": 256, **inputs})
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
