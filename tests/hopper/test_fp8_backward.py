@@ -184,7 +184,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     ),
     "d 256: q in a half type is read before it has come": (dkdv_consumer, drop("wait(ds_full)")),
     "d 256: p is read before the other warpgroup has written it": (dkdv_consumer, drop("named_barrier_sync(P_WRITTEN)")),
-    "d 256: q in a half type is overwritten while it is read": (hopper_fp8_backward, drop("wait(ds_empty)")),
+    "d 256: q in a half type is overwritten while it is read": (hopper_fp8_backward, drop("wait(ds_empty)", within="_dkdv_load")),
 }
 
 
