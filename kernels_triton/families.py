@@ -457,7 +457,6 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
     tile=lambda call: _hopper("fp8_backward").tile_of(call.problem),
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
-    # Faster than the 16-bit kernels, even without the time for a dequantisation (bench/results/fp8_kernels_h200.json)
     rules="sm_90 two-kernel",
     capabilities=frozenset((90,)),
 )

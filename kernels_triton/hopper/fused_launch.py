@@ -6,8 +6,8 @@ from typing import Any
 
 from flexattn.kernels_triton.common.features import is_plain
 from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.tiles import DQ_PART
 from flexattn.kernels_triton.gluon.conditions import KEYS, converts_dq
-from flexattn.kernels_triton.gluon.dq_parts import PART
 from flexattn.kernels_triton.gluon.fused_arguments import FusedMeta
 from flexattn.kernels_triton.gluon.fused_launch import Fp8Operands, finish_fused, launch_of_fused
 from flexattn.kernels_triton.gluon.operands import ROWS
@@ -40,7 +40,7 @@ def launch_fused(kernel: Any, call: Backward, tile: Any) -> None:
         NUMBERS=key_block_numbers(x.features) if tile.is_persistent else 0,
         K_STAGES=2 if tile.is_persistent and not is_fp8 else 1,
         V_STAGES=2 if tile.is_persistent and not is_fp8 and tile.head_dim <= 64 else 1,
-        CONVERTED=PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
+        CONVERTED=DQ_PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
     )
     dq_block = (ROWS.value, tile.queries * tile.head_dim // KEYS)
 
