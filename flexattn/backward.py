@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
-from flexattn.call_cache import CONSTANTS, CallKey, split_of
 from flexattn.cached_call import CachedCall
+from flexattn.call_cache import CONSTANTS, CallKey, split_of
 from flexattn.call_options import BackwardOptions, taking
 from flexattn.dispatch.spec import (
     FP32_GRADIENTS,

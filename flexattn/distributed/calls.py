@@ -247,7 +247,7 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[
         arguments |= {"bias_type": scores.bias_type, "bias": bias[bias_index(bias, call.pieces[0], scores.has_own_rows)]}
     if shared.rng_state is not None:
         arguments["rng_state"] = rng_state_of(shared.rng_state, call.origin, q.shape[0], scores.heads, call.by_eights)
-    if scores.score_mod is None is scores.mask_mod is shared.alibi_slopes:
+    if scores.score_mod is None and scores.mask_mod is None and shared.alibi_slopes is None:
         return arguments
     origin, slopes = call.origin, shared.alibi_slopes
     score_mod = moved_mod(scores.score_mod, 1, origin)

@@ -371,8 +371,10 @@ class KeptRanks(KeptCall):
             capture.check(self._plan.group, q.device)
         call = CheckedCall.__new__(CheckedCall)
         vars(call).update(self._facts)
-        call.qkv = (q, k, v) if call.qkv_format in _AS_COMPUTED else tuple(as_bshd(t, call.qkv_format) for t in (q, k, v))
-        call.shared = self._shared._replace(**{name: key.tensors[place] for name, place in self._given.items()})
+        fmt = call.qkv_format
+        call.qkv = (q, k, v) if fmt in _AS_COMPUTED else (as_bshd(q, fmt), as_bshd(k, fmt), as_bshd(v, fmt))
+        given: dict[str, Any] = {name: key.tensors[place] for name, place in self._given.items()}
+        call.shared = self._shared._replace(**given)
         return call
 
     def run(self, key: CallKey, returns_lse: bool) -> Any:
