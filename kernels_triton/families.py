@@ -115,7 +115,17 @@ def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str 
 
 
 # Families that run bands that do not contain their diagonal
-_EMULATED = ("mma.sync", "mma.sync fused", "sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
+_EMULATED = (
+    "mma.sync",
+    "mma.sync fused",
+    "mma.sync two-kernel",
+    "sm_90",
+    "sm_90 fused",
+    "sm_90 fused 192",
+    "sm_90 two-kernel",
+    "sm_100",
+    "sm_100 fused",
+)
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:
@@ -417,6 +427,19 @@ MMA_FUSED = Family[Backward](
     has_run=False,
 )
 
+MMA_TWO_KERNELS = Family[Backward](
+    name="mma.sync two-kernel",
+    direction="backward",
+    unsupported=lambda call: _mma("conditions").two_kernels_unsupported(call),
+    tile=lambda call: (_mma("tiles").dq_tile(call.problem), _mma("tiles").backward_tile(call.problem)),
+    blocks=lambda tiles: (
+        f"dq {_blocks(tiles[0].block_m, tiles[0].block_n)}, dk and dv {_blocks(tiles[1].block_m, tiles[1].block_n)}"
+    ),
+    run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
+    capabilities=frozenset((80, 86, 89, 120)),
+    has_run=False,
+)
+
 HOPPER_TWO_KERNELS = Family[Backward](
     name="sm_90 two-kernel",
     direction="backward",
@@ -495,7 +518,7 @@ FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
-    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, PORTABLE_BACKWARD),
+    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, MMA_TWO_KERNELS, PORTABLE_BACKWARD),
     True: (
         HOPPER_FP8_FUSED,
         HOPPER_FP8_TWO_KERNELS,
