@@ -187,7 +187,6 @@ def _add_blocks(args: MmaDqArguments, block: Block, dq0, dq1, MODS: gl.constexpr
             if has_next:
                 _copy_k(args, tiles, slot, following, block, META)
             async_copy.commit_group()
-    async_copy.wait_group(0)  # a program must not end under a copy
     return dq0, dq1
 
 

@@ -25,7 +25,7 @@ class MmaTile:
     holds_q: bool = False  # q is in registers, and its shared memory is free for k and v
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}x{self.warps}x{self.num_stages}" + ("q" if self.holds_q else "")
+        return f"{self.block_m}x{self.block_n}x{self.warps}x{self.num_stages}" + (" q" if self.holds_q else "")
 
 
 # Timed as code of sm_80 on an NVIDIA H200, and on none of these GPUs. For a causal mask at head dim 256, 64x64 is the fastest tile
@@ -76,6 +76,10 @@ class MmaBackwardTile:
     q_stages: int
     holds_v: bool  # v is in registers, and its shared memory is free for other tiles
 
+    def __str__(self) -> str:
+        warps = f"{self.score_warps}-{self.key_warps}-{self.query_warps}"
+        return f"{self.block_m}x{self.block_n}x{self.warps}x{self.q_stages} {warps}" + (" v" if self.holds_v else "")
+
 
 _BACKWARD_LARGE_MEMORY = (
     MmaBackwardTile(
@@ -119,6 +123,9 @@ class MmaDqTile:
     block_n: int  # keys of an iteration
     warps: int
     num_stages: int  # 1: the next v comes during the product with k, and then the next k; 2: k and v have rings of two
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.warps}x{self.num_stages}"
 
 
 _DQ_LARGE_MEMORY = (

@@ -456,7 +456,8 @@ def test_a_run_writes_every_cell_as_it_comes(tmp_path: Path) -> None:
 def test_mods_are_asked_only_for_what_is_written_with_them() -> None:
     plain, scored = plan(None).workloads[0], plan(None).workloads[1]._replace(group=MODS)
     both = plan(None)._replace(workloads=[plain, scored], directions=["forward"])
-    candidates = [Implementation("flexattn eager", "1", sdpa()), Implementation("mod", "1", missing, is_of_mods=True)]
+    mod = Implementation("mod", "1", missing, serves=lambda workload, direction: workload.group == MODS)
+    candidates = [Implementation("flexattn eager", "1", sdpa()), mod]
     done = run.run(both._replace(implementations=candidates), show=lambda _: None, timer=FakeTimer())
     assert [(r.workload, r.implementation) for r in done.rows] == [
         ("s16", "flexattn eager"),

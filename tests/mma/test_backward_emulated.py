@@ -337,8 +337,7 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
         128,
         with_argument("_copy_v(following)", 3, "column", within="_add_blocks", nth=1),
     ),
-    "the left side cuts no block": (backward_dq, 64, with_argument("_cuts_block()", 0, "last", within="_add_blocks")),
-    "dq ends under a copy": (backward_dq, 64, drop("wait_group(0)", within="_add_blocks", nth=1)),
+    "no block is cut": (backward_dq, 64, with_argument("mask_keys()", 2, "columns * 0", within="_add_blocks")),
 }
 
 
