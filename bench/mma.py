@@ -221,45 +221,57 @@ def tile_lines(found: Record) -> list[str]:
 FAMILIES = {("forward", MMA): "mma.sync", ("backward", MMA): "mma.sync fused", ("backward", REPEATABLE): "mma.sync two-kernel"}
 
 
+class Calls(NamedTuple):
+    """A class of calls that a rule may be for."""
+
+    family: str
+    head_dim: int
+    packed: bool
+    is_decode: bool
+    mask: str
+
+
 def rules(name: str, found: Record) -> list[Rule]:
     """Returns the rules of `crossovers.py` for calls that these kernels run faster than the portable ones.
 
-    A class of calls has a rule if no cell is slower by more than TIE from some length on. If that is not the shortest, the rule has
-    `tokens_from`.
+    A class of calls has a rule if no cell is slower by more than TIE from some number of queries on. Masks of one such number share
+    a rule.
     """
     from flexattn.kernels_triton.common.crossovers import Rule
 
-    classes: dict[tuple[str, int, str], dict[int, list[float]]] = {}
+    classes: dict[Calls, dict[int, list[float]]] = {}
     for cell, ((direction, own), family) in itertools.product(cells(found), FAMILIES.items()):
-        speed = cell.speed(PORTABLE, own)
+        w, speed = cell.workload, cell.speed(PORTABLE, own)
         if cell.direction == direction and speed is not None:
-            key = family, _head_dim(cell.workload), _mask(cell.workload)
-            classes.setdefault(key, {}).setdefault(cell.workload.seqlen_kv, []).append(speed)
-    made = []
-    for (family, head_dim, mask), by_length in classes.items():
+            calls = Calls(family, _head_dim(w), w.is_ragged, w.seqlen_q == 1, _mask(w))
+            classes.setdefault(calls, {}).setdefault(w.seqlen_kv if calls.is_decode else w.seqlen_q, []).append(speed)
+    together: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    for calls, by_length in classes.items():
         lengths = sorted(by_length)
         first = next((s for s in lengths if all(min(by_length[n]) >= 1 - TIE for n in lengths if n >= s)), None)
         if first is not None:
-            gain = round(geometric_mean(x for n in lengths if n >= first for x in by_length[n]), 2)
-            least = None if first == lengths[0] else first
-            columns: dict[str, Any] = {"capability": targets(found), "head_dim": head_dim, "mask": mask, "tokens_from": least}
-            made.append(Rule(use=family, **columns, gain=gain, source=name))
+            own_lengths = [x for n in lengths if n >= first for x in by_length[n]]
+            together.setdefault((*calls[:-1], first), {})[calls.mask] = own_lengths
+    made = []
+    for (family, head_dim, packed, is_decode, first), masks in together.items():
+        columns: dict[str, Any] = {"capability": targets(found), "head_dim": head_dim, "mask": tuple(masks), "packed": packed}
+        columns |= {"queries": (None, 1), "keys_from": first} if is_decode else {"queries": (first, None)}
+        gain = round(geometric_mean(itertools.chain.from_iterable(masks.values())), 2)
+        made.append(Rule(use=family, **columns, dropout=False, paged=False, gain=gain, source=name))
     return made
 
 
 def sdpa_rules(name: str, found: Record) -> list[Rule]:
-    """Returns the rules for `explain` about plain calls that SDPA flash runs faster than these kernels and the portable ones.
-
-    They replace the rules with use="sdpa" for the same capabilities.
-    """
+    """Returns the rules for `explain` about plain calls that SDPA flash runs faster than these kernels."""
     from flexattn.kernels_triton.common.crossovers import Rule
 
     ratios: dict[tuple[str, tuple[int, int], str], dict[int, float]] = {}
     for cell in cells(found):
-        w, ours = cell.workload, [cell.us[n] for n in (MMA, PORTABLE) if n in cell.us]
-        if ours and FLASH in cell.us and not w.is_ragged and w.softmax_type == "vanilla" and _mask(w) in ("open", "causal"):
+        w, speed = cell.workload, cell.speed(FLASH)
+        is_plain = not w.is_ragged and w.softmax_type == "vanilla" and _mask(w) in ("open", "causal") and w.seqlen_q > 1
+        if speed is not None and is_plain:
             lengths = ratios.setdefault((cell.direction, (w.head_dim_qk, w.head_dim_v), _mask(w)), {})
-            lengths[w.seqlen_kv] = min(ours) / cell.us[FLASH]
+            lengths[w.seqlen_kv] = 1 / speed
     made = []
     for (direction, (dim_qk, dim_v), mask), lengths in ratios.items():
         gain = round(geometric_mean(lengths.values()), 2)
@@ -267,7 +279,9 @@ def sdpa_rules(name: str, found: Record) -> list[Rule]:
             call: dict[str, Any] = {"direction": direction, "head_dim_qk": dim_qk, "head_dim_v": dim_v, "mask": mask}
             plain: dict[str, Any] = {"dtype": "bfloat16", "layout": "dense", "kind": "plain"}
             tokens = min(lengths), max(lengths)
-            made.append(Rule(use="sdpa", capability=targets(found), **call, **plain, tokens=tokens, gain=gain, source=name))
+            made.append(
+                Rule(use="sdpa beside mma.sync", capability=targets(found), **call, **plain, tokens=tokens, gain=gain, source=name)
+            )
     return made
 
 

@@ -23,6 +23,9 @@ from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_larg
 
 _NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
 
+MMA_HAS_RUN = False
+"""Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
+
 
 def _hopper(name: str) -> Any:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
@@ -327,7 +330,7 @@ MMA_FORWARD = Family[Forward](
     run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(_mma("forward"), call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=False,
+    has_run=MMA_HAS_RUN,
 )
 
 
@@ -424,7 +427,7 @@ MMA_FUSED = Family[Backward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=False,
+    has_run=MMA_HAS_RUN,
 )
 
 MMA_TWO_KERNELS = Family[Backward](
@@ -437,7 +440,7 @@ MMA_TWO_KERNELS = Family[Backward](
     ),
     run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=False,
+    has_run=MMA_HAS_RUN,
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
