@@ -155,7 +155,7 @@ def test_every_workload_is_one() -> None:
         small = w.shortened(40)
         assert small.seqlen_q <= 40
         assert (small.head_dim_qk, small.attn_mask_type, small.score) == (w.head_dim_qk, w.attn_mask_type, w.score)
-    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd"} == {
+    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd", "older"} == {
         w.group for w in WORKLOADS.values()
     }
     assert len({sum(w.lengths_q) for w in select(["scaling"])}) == 1
@@ -174,7 +174,9 @@ def test_log_normal_lengths_are_the_same_everywhere() -> None:
 
 def test_shapes_are_chosen_by_name_pattern_and_preset() -> None:
     assert [w.name for w in select(["long-128k", "small-*"])] == ["long-128k", "small-s128", "small-s256", "small-s512"]
-    assert {w.name for w in select(["standard"])} == {w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd")}
+    assert {w.name for w in select(["standard"])} == {
+        w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd", "older")
+    }
     assert all(select([preset]) for preset in PRESETS)
     with pytest.raises(ValueError, match=r"no workload is called 'llama'; accepted: .*presets tiny, quick"):
         select(["llama"])
