@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MMA, REPEATABLE, TILES = "flexattn mma", "flexattn mma deterministic", "flexattn mma tile"
 FLASH, FLEX = "SDPA flash", "FlexAttention"
-SWEPT_SEQLENS = (1024, 4096)  # of the cells in which candidates are timed
+SWEPT_SEQLENS = (1024, 4096)  # a candidate is timed at these lengths
 TIE = 0.02  # share of a time by which runs differ
 
 # Tiles by direction and head dim, as `MmaTile`, `MmaBackwardTile` and `MmaDqTile` write them
