@@ -14,7 +14,7 @@ from flexattn.bench import record, tables
 from flexattn.bench.implementations import EAGER, TRITON, Implementation, ours
 from flexattn.bench.peers import FLEX_MODE, peers
 from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
-from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, select
+from flexattn.bench.shapes import DIRECTIONS, PRESETS, PUBLISHED, WORKLOADS, Workload, select
 from flexattn.cli import Parser, program
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
@@ -54,7 +54,12 @@ def make_parser() -> Parser:
         "--seqlens", type=int, nargs="+", metavar="S", help="of the chosen shapes, those whose longest sequence is one of these"
     )
     what.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=["forward", "backward"])
-    what.add_argument("--backends", nargs="+", metavar="NAME", default=["*"], help="of flexattn: triton, cudnn, score_mod, eager")
+    what.add_argument(
+        "--backends",
+        nargs="+",
+        metavar="NAME",
+        help="of flexattn: triton, cudnn, score_mod, eager, or auto, which selects one (default: all; auto for preset models)",
+    )
     what.add_argument(
         "--peers", nargs="*", metavar="NAME", default=["*"], help="by name or pattern; none to measure flexattn alone"
     )
@@ -146,7 +151,7 @@ def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> Plan:
         command=record.command_line("flexattn bench", arguments, args.out),
         workloads=workloads,
         directions=[d for d in DIRECTIONS if d in args.directions],
-        implementations=_implementations(args, device),
+        implementations=_implementations(args, device, workloads),
         device=device,
         budget_ms=args.budget_ms or (30.0 if args.quick else BUDGET_MS[device]),
         budget_s=args.budget_s,
@@ -163,26 +168,30 @@ def _measure(plan: Plan, args: argparse.Namespace) -> int:
         plan = plan._replace(budget_s=plan.budget_s - _compile_in_processes(plan, args, args.budget_s / 2))
     done = run(plan, show=_printer())
     _show({args.out.name if args.out else "this run": done}, args)
-    return int(any(r.status == "wrong" or (r.implementation in (TRITON, EAGER) and r.status == "refused") for r in done.rows))
+    return int(
+        any(r.status == "wrong" or (r.implementation in (TRITON, EAGER, tables.AUTO) and r.status == "refused") for r in done.rows)
+    )
 
 
 def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> float:
     """Compiles the plan's cells in processes, for `most` seconds; returns how many it took."""
-    same = ["--directions", *plan.directions, "--backends", *args.backends, "--peers", *args.peers]
+    backends = [i.name.removeprefix("flexattn ") for i in plan.implementations if tables.is_ours(i.name)]
+    same = ["--directions", *plan.directions, "--backends", *backends, "--peers", *args.peers]
     names = [w.name for w in plan.workloads]
     seconds = compile_in_processes([*same, "--flex-mode", args.flex_mode], names, args.compile_processes, most)
     print(f"compiled in {args.compile_processes} processes: {seconds:.0f} s")
     return seconds
 
 
-def _implementations(args: argparse.Namespace, device: str) -> list[Implementation]:
+def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[Workload]) -> list[Implementation]:
     """Returns the chosen implementations. Raises ValueError if a pattern matches none."""
     everyone = {i.name: i for i in (*ours(device), *peers(args.flex_mode))}
     chosen: dict[str, Implementation] = {}
-    for patterns, prefix in ((args.backends, "flexattn "), (args.peers, "")):
+    backends = args.backends or (["auto"] if all(w.group == PUBLISHED for w in workloads) else ["*"])
+    for patterns, prefix in ((backends, "flexattn "), (args.peers, "")):
         pool = [name for name in everyone if tables.is_ours(name) == bool(prefix)]
         for pattern in patterns:
-            found = fnmatch.filter(pool, prefix + pattern)
+            found = [n for n in fnmatch.filter(pool, prefix + pattern) if n != tables.AUTO or pattern == "auto"]  # it is no backend
             if not found:
                 accepted = ", ".join(name.removeprefix(prefix) for name in pool)
                 raise ValueError(f"nothing to measure on {device} is called {pattern!r}; accepted: {accepted}")

@@ -24,7 +24,7 @@ import flexattn
 from flexattn.bench.shapes import Workload
 
 SCHEMA = 1
-PACKAGES = ("triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4")
+PACKAGES = ("triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "cuequivariance-torch")
 
 
 class Ceilings(NamedTuple):
