@@ -12,9 +12,10 @@ import torch
 
 from flexattn.bench import record, tables
 from flexattn.bench.implementations import EAGER, TRITON, Implementation, ours
+from flexattn.bench.model_tables import model_tables
 from flexattn.bench.peers import FLEX_MODE, peers
 from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
-from flexattn.bench.shapes import DIRECTIONS, PRESETS, PUBLISHED, WORKLOADS, Workload, select
+from flexattn.bench.shapes import DIRECTIONS, PRESETS, PUBLISHED, WORKLOADS, Workload, is_unseen, select
 from flexattn.cli import Parser, program
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
@@ -24,7 +25,8 @@ ON_A_CPU = (
     "other, on this machine."
 )
 SHAPES = """shapes: b sequences of s tokens (queries/keys), h heads (of q/of k and v), head dim d (of q and k/of v);
-  NAME-evened has about the tokens and the work of the packed shape NAME, in sequences of one length"""
+  NAME-evened has about the tokens and the work of the packed shape NAME, in sequences of one length;
+  models-NAME is a published model's, with its source in bench/model_shapes.py; no tile and no rule is chosen by an unseen one"""
 EPILOGUE = """examples:
   %(prog)s --list                                            shapes, presets and peers
   %(prog)s --preset quick                                    FlashAttention's sweep at 4096 tokens
@@ -211,7 +213,8 @@ def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
     """Prints the tables, and writes the files that the options name."""
     for name, shown in records.items():
         print("\n".join(["", *([name, tables.headline(shown)] if args.source else []), _ceilings(shown)]))
-        print("\n\n".join(["", *(t.text() for t in tables.tables(shown, with_share=True)), tables.verdict(shown)]))
+        shown_tables = [*tables.tables(shown, with_share=True), *model_tables(shown)]
+        print("\n\n".join(["", *(t.text() for t in shown_tables), tables.verdict(shown)]))
         if shown.left_out:
             print(f"left out: {len(shown.left_out)} cells, as {shown.left_out[0]['reason']}")
         if not shown.complete:
@@ -256,6 +259,6 @@ def _ceilings(shown: record.Record) -> str:
 def listing() -> str:
     """The shapes, presets and implementations."""
     presets = [f"  {name:12} {' '.join(patterns)}" for name, patterns in PRESETS.items()]
-    shapes = [f"  {w.name:26} {w}" for w in WORKLOADS.values()]
+    shapes = [f"  {w.name:26} {w}{' (unseen)' if is_unseen(w) else ''}" for w in WORKLOADS.values()]
     names = [i.name for i in (*ours("cuda"), *ours("cpu"), *peers())]
     return "\n".join(["presets", *presets, "", SHAPES, *shapes, "", "flexattn and its peers", f"  {', '.join(names)}"])

@@ -66,8 +66,9 @@ def differentiable(
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         wanted = list(leaves)
         if tensors.dense_bias is not None:
-            tensors = tensors._replace(dense_bias=tensors.dense_bias.detach().requires_grad_())
-            wanted.append(tensors.dense_bias)
+            bias = tensors.dense_bias.detach().requires_grad_()
+            tensors = tensors._replace(dense_bias=bias)
+            wanted.append(bias)
         call = attend(workload, tensors)
 
         def named(gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -92,10 +93,13 @@ def differentiable(
 
 
 def _attention(backend: str, workload: Workload, tensors: Tensors) -> Attend:
+    def arguments() -> dict[str, Any]:
+        return arguments_of(workload, tensors) | {"backend": backend}
+
     if workload.repeats_bias:  # the copies are part of the call, and the sum of their gradients
-        return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments_of(workload, tensors), backend=backend))
-    arguments = arguments_of(workload, tensors) | {"backend": backend}
-    return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
+        return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments()))
+    made = arguments()
+    return lambda q, k, v: _only(flexattn.attention(q, k, v, **made))
 
 
 def _attention_with_mods(workload: Workload, tensors: Tensors) -> Attend:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from flexattn.bench import charts, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
+from flexattn.bench.model_tables import model_tables
 from flexattn.bench.peers import needs_dense_mask
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
@@ -36,6 +37,7 @@ from flexattn.bench.transformers_models import LARGE
 RESULTS = Path(__file__).parent / "results"
 MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
+PUBLISHED = "models_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 PLOTS = "plots"  # the folder beside the page
 
@@ -63,6 +65,7 @@ class Sources(NamedTuple):
     memory: Record
     decode: Mapping[str, Any]
     steps: Mapping[str, Any]
+    models: Record | None = None
 
 
 @functools.cache
@@ -70,7 +73,8 @@ def sources() -> Sources:
     """Reads the result files. Raises OSError outside of a checkout, because only a checkout has them."""
     main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
     decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
-    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps)
+    models = record.read(RESULTS / PUBLISHED) if (RESULTS / PUBLISHED).exists() else None
+    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, models)
 
 
 # ---- texts of the page and the README about a run
@@ -318,7 +322,9 @@ def _plain(text: str) -> str:
 
 def _sources(found: Sources) -> str:
     lines = []
-    for name, run in ((MAIN, found.main), (SECOND, found.second)):
+    for name, run in ((MAIN, found.main), (SECOND, found.second), (PUBLISHED, found.models)):
+        if run is None:
+            continue
         versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
         lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
@@ -351,6 +357,12 @@ def _ceiling(found: Sources) -> str:
     )
 
 
+def _models(found: Sources) -> str:
+    assert found.models is not None
+    tables = [table.markdown("shapes" if n == 0 else "shape", level=4) for n, table in enumerate(model_tables(found.models))]
+    return "\n\n".join([f"The GPU is an {found.models.device['name']}.", *tables])
+
+
 SWEEP_CORNER = "direction, head dim, mask"
 BLOCKS: dict[str, Callable[[Sources], str]] = {
     "the runs' cells": lambda s: f"{claim(s.main)}\n\n{_second(s)}",
@@ -362,6 +374,7 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
     "rates": lambda s: rates_table(s.main).markdown(SWEEP_CORNER),
     "workloads": lambda s: others_table(s.main).markdown("workload"),
     "slower": lambda s: slower_table(s.main).markdown("cell"),
+    "models": _models,
     "host": lambda s: host_table(s.main).markdown("call"),
     "refused": lambda s: refused_table(s.main).markdown("implementation and reason"),
     "ceiling": _ceiling,
@@ -372,8 +385,9 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 def performance(text: str, found: Sources) -> str:
     """Returns the page with each of its blocks replaced. Raises ValueError if a block is missing or unknown."""
     names = re.findall(BLOCK, text)
-    if sorted(name for name, _ in names) != sorted(BLOCKS):
-        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(BLOCKS)}")
+    needed = [name for name in BLOCKS if name != "models" or found.models is not None]
+    if sorted(name for name, _ in names) != sorted(needed):
+        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(needed)}")
     return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{BLOCKS[match[1]](found)}\n\n{END}", text)
 
 

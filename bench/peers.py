@@ -192,7 +192,8 @@ def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Ten
 
 def _rows(workload: Workload, t: Tensor) -> Tensor:
     """Returns bshd memory as [biases, batch / biases, h, s, d], contiguous."""
-    return contiguous_bhsd(t).unflatten(0, (workload.biases, -1))
+    rows = contiguous_bhsd(t)
+    return rows.view(workload.biases, -1, *rows.shape[1:])
 
 
 def _cuequivariance(workload: Workload, tensors: Tensors) -> Attend:
@@ -200,7 +201,7 @@ def _cuequivariance(workload: Workload, tensors: Tensors) -> Attend:
     if workload.score != "dense_bias" or workload.attn_mask_type != "no_mask" or workload.group_size > 1:
         raise Unavailable("triangle_attention is for a dense bias, without a causal mask and without grouped heads")
     function = import_peer("cuequivariance_torch", "cuequivariance-torch").triangle_attention
-    sees = None if tensors.sees is None else tensors.sees.unflatten(0, (workload.biases, -1))[:, :, None, None]
+    sees = None if tensors.sees is None else tensors.sees.view(workload.biases, -1, 1, 1, workload.seqlen_kv)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert tensors.dense_bias is not None
