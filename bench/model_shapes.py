@@ -119,7 +119,7 @@ SHAPES = (
     # Images and videos, encoded
     Shape("vit-base", "transformers vit", 128, 197, 12, 64),
     Shape("clip-l-vision", OPEN_CLIP + "ViT-L-14.json", 64, 257, 16, 64),
-    Shape("clip-l-336-vision", OPEN_CLIP + "ViT-L-14-336.json", 32, 577, 16, 64),
+    Shape("clip-l-336-vision", OPEN_CLIP + "ViT-L-14-336-quickgelu.json", 32, 577, 16, 64),
     Shape("clip-l-text", OPEN_CLIP + "ViT-L-14.json", 256, 77, 12, 64, is_causal=True),
     Shape("clip-bigg-vision", OPEN_CLIP + "ViT-bigG-14.json", 32, 257, 16, 104),
     Shape("blip2-vision", "transformers blip_2", 32, 257, 16, 88),

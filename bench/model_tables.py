@@ -40,13 +40,17 @@ def _counts(cells: Sequence[Standing]) -> list[str]:
 def cells_table(record: Record, title: str, unseen: bool) -> Table:
     """Returns the cells of the unseen shapes or of the others, a row for each shape: time, speed and the fastest peer."""
     every = published(record)
-    rows = []
-    for name in dict.fromkeys(name for name, _ in record.cells()):
-        workload = record.workloads[name]
-        if workload.group == PUBLISHED and is_unseen(workload) == unseen:
-            texts = [text for direction in ("forward", "backward") for text in _cell(record, every, name, direction)]
-            rows.append((name.removeprefix("models-"), texts))
+    rows = [
+        (name.removeprefix("models-"), [*_cell(record, every, name, "forward"), *_cell(record, every, name, "backward")])
+        for name in dict.fromkeys(name for name, _ in record.cells())
+        if record.workloads[name].group == PUBLISHED and is_unseen(record.workloads[name]) == unseen
+    ]
     return Table(title, ["forward, us", "speed", "beside", "backward, us", "speed", "beside"], rows)
+
+
+def without_times(table: Table) -> Table:
+    """Returns a table of cells with the speeds alone, for a page."""
+    return table._replace(columns=["forward", "backward"], rows=[(name, [cells[1], cells[4]]) for name, cells in table.rows])
 
 
 def _cell(record: Record, every: dict[tuple[str, str], Standing], name: str, direction: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flexattn.bench import charts, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
-from flexattn.bench.model_tables import model_tables
+from flexattn.bench.model_tables import model_tables, without_times
 from flexattn.bench.peers import needs_dense_mask
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
@@ -359,8 +359,9 @@ def _ceiling(found: Sources) -> str:
 
 def _models(found: Sources) -> str:
     assert found.models is not None
-    tables = [table.markdown("shapes" if n == 0 else "shape", level=4) for n, table in enumerate(model_tables(found.models))]
-    return "\n\n".join([f"The GPU is an {found.models.device['name']}.", *tables])
+    counts, *cells = model_tables(found.models)
+    tables = [without_times(table).markdown("shape, speed", level=4) for table in cells]
+    return "\n\n".join([f"On an {found.models.device['name']}:", counts._replace(title="").markdown("shapes"), *tables])
 
 
 SWEEP_CORNER = "direction, head dim, mask"

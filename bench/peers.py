@@ -19,7 +19,7 @@ from flexattn.bench.counts import band_of, largest_matrix_bytes
 from flexattn.bench.cudnn_frontend import CUDNN_FRONTEND, prepare_cudnn
 from flexattn.bench.implementations import Attend, Implementation, Unavailable, differentiable
 from flexattn.bench.inputs import SOFTCAP, Tensors, bias_of, mask_mod_of, score_mod_of
-from flexattn.bench.record import cudnn_version, installed
+from flexattn.bench.record import TRIANGLE, cudnn_version, installed
 from flexattn.bench.shapes import Workload
 
 FLEX = "FlexAttention"
@@ -200,7 +200,7 @@ def _cuequivariance(workload: Workload, tensors: Tensors) -> Attend:
     """Triangle attention: rows of an entry share a bias."""
     if workload.score != "dense_bias" or workload.attn_mask_type != "no_mask" or workload.group_size > 1:
         raise Unavailable("triangle_attention is for a dense bias, without a causal mask and without grouped heads")
-    function = import_peer("cuequivariance_torch", "cuequivariance-torch").triangle_attention
+    function = import_peer("cuequivariance_ops_torch", "cuequivariance-ops-torch").triangle_attention
     sees = None if tensors.sees is None else tensors.sees.view(workload.biases, -1, 1, 1, workload.seqlen_kv)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -245,5 +245,5 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
         flash("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
         flash("flash-attn 3 forward", "fa3_fwd_interface", "fa3-fwd"),  # a wheel with only its forward
         flash("flash-attn 4", "flash_attn.cute", "flash-attn-4", compiles=True),
-        Implementation(CUEQUIVARIANCE, installed("cuequivariance-torch") or "not installed", triangle, compiles=True),
+        Implementation(CUEQUIVARIANCE, next(filter(None, map(installed, TRIANGLE)), "not installed"), triangle, compiles=True),
     ]

@@ -205,7 +205,8 @@ def test_the_page_has_the_run_if_there_is_one(found: record.Record) -> None:
     mark = page._begin("models")
     made = page.performance(f"{text}\n{mark}\n{page.END}\n", sources._replace(models=found)).partition(mark)[2]
     assert "| all | 7 | 4 (57%) |" in made
-    assert "#### Unseen shapes" in made
+    assert "#### Unseen shapes\n\n| shape, speed | forward | backward |" in made
+    assert "| swin-t-stage1 | 1.500 | 0.800 |" in made
 
 
 def test_a_run_is_written_cell_by_cell_and_ends_in_time(tmp_path: Path) -> None:
