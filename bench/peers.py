@@ -31,6 +31,7 @@ PEERS_NOTE = (
     "flash-attn packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand "
     "(in each call if a bias has gradients); cuEquivariance contiguous [b, n, h, s, d]"
 )
+LONGEST_TRIANGLE = 3000  # tokens
 LARGEST_MASK = 2**31  # elements that create_block_mask may make uncompiled; compiling takes longer for small ones
 LARGEST_MATH_BYTES = 2**30  # bytes of scores that SDPA math may materialise
 
@@ -200,6 +201,8 @@ def _cuequivariance(workload: Workload, tensors: Tensors) -> Attend:
     """Triangle attention: rows of an entry share a bias."""
     if workload.score != "dense_bias" or workload.attn_mask_type != "no_mask" or workload.group_size > 1:
         raise Unavailable("triangle_attention is for a dense bias, without a causal mask and without grouped heads")
+    if max(workload.seqlen_q, workload.seqlen_kv) > LONGEST_TRIANGLE:
+        raise Unavailable(f"triangle_attention fails above {LONGEST_TRIANGLE} tokens (issue 136 of cuEquivariance)")
     function = import_peer("cuequivariance_ops_torch", "cuequivariance-ops-torch").triangle_attention
     sees = None if tensors.sees is None else tensors.sees.view(workload.biases, -1, 1, 1, workload.seqlen_kv)
 
