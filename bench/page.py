@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from flexattn.bench import charts, mma, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
+from flexattn.bench.model_tables import model_tables, without_times
 from flexattn.bench.peers import needs_dense_mask
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
@@ -37,6 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
 OLDER = {"mma_sm_80_h200.json": "A100", "mma_sm_89_h200.json": "RTX 40, L4 and L40"}  # with the GPUs whose code they time
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
+PUBLISHED = "models_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 PLOTS = "plots"  # the folder beside the page
 
@@ -65,6 +67,7 @@ class Sources(NamedTuple):
     decode: Mapping[str, Any]
     steps: Mapping[str, Any]
     older: Mapping[str, Record]  # by file, as far as there are any
+    models: Record | None = None
 
 
 @functools.cache
@@ -73,7 +76,8 @@ def sources() -> Sources:
     main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
     decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
     older = {name: record.read(RESULTS / name) for name in OLDER if (RESULTS / name).is_file()}
-    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older)
+    models = record.read(RESULTS / PUBLISHED) if (RESULTS / PUBLISHED).is_file() else None
+    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older, models)
 
 
 # ---- texts of the page and the README about a run
@@ -321,7 +325,8 @@ def _plain(text: str) -> str:
 
 def _sources(found: Sources) -> str:
     lines = []
-    for name, run in ((MAIN, found.main), (SECOND, found.second), *found.older.items()):
+    published = {} if found.models is None else {PUBLISHED: found.models}
+    for name, run in ((MAIN, found.main), (SECOND, found.second), *found.older.items(), *published.items()):
         versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
         lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
@@ -354,12 +359,19 @@ def _ceiling(found: Sources) -> str:
     )
 
 
-def older_gpus(found: Mapping[str, Record]) -> str:
+def older_gpus(runs: Mapping[str, Record]) -> str:
     """Returns a sentence and a table for each run of code for mma.sync."""
     parts = (
-        f"{mma.claim(run)} This is code for {OLDER[name]}.\n\n{mma.table(run).markdown('workload')}" for name, run in found.items()
+        f"{mma.claim(run)} This is code for {OLDER[name]}.\n\n{mma.table(run).markdown('workload')}" for name, run in runs.items()
     )
     return "\n\n".join(parts)
+
+
+def _models(found: Sources) -> str:
+    assert found.models is not None
+    counts, *cells = model_tables(found.models)
+    tables = [without_times(table).markdown("shape, speed", level=4) for table in cells]
+    return "\n\n".join([f"On an {found.models.device['name']}:", counts._replace(title="").markdown("shapes"), *tables])
 
 
 SWEEP_CORNER = "direction, head dim, mask"
@@ -373,6 +385,8 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
     "rates": lambda s: rates_table(s.main).markdown(SWEEP_CORNER),
     "workloads": lambda s: others_table(s.main).markdown("workload"),
     "slower": lambda s: slower_table(s.main).markdown("cell"),
+    "older GPUs": lambda found: older_gpus(found.older),
+    "models": _models,
     "host": lambda s: host_table(s.main).markdown("call"),
     "refused": lambda s: refused_table(s.main).markdown("implementation and reason"),
     "ceiling": _ceiling,
@@ -383,10 +397,11 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 def performance(text: str, found: Sources) -> str:
     """Returns the page with each of its blocks replaced. Raises ValueError if a block is missing or unknown."""
     names = re.findall(BLOCK, text)
-    blocks = BLOCKS | ({"older GPUs": lambda s: older_gpus(s.older)} if found.older else {})
-    if sorted(name for name, _ in names) != sorted(blocks):
-        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(blocks)}")
-    return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{blocks[match[1]](found)}\n\n{END}", text)
+    has_file = {"models": found.models, "older GPUs": found.older}
+    needed = [name for name in BLOCKS if has_file.get(name, True)]
+    if sorted(name for name, _ in names) != sorted(needed):
+        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(needed)}")
+    return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{BLOCKS[match[1]](found)}\n\n{END}", text)
 
 
 def _begin(name: str) -> str:
