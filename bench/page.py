@@ -394,11 +394,15 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 }
 
 
+def needed_blocks(found: Sources) -> list[str]:
+    """Returns the names of the page's blocks. Runs that have no file yet have none."""
+    has_run = {"models": found.models, "older GPUs": found.older}
+    return [name for name in BLOCKS if has_run.get(name, True)]
+
+
 def performance(text: str, found: Sources) -> str:
     """Returns the page with each of its blocks replaced. Raises ValueError if a block is missing or unknown."""
-    names = re.findall(BLOCK, text)
-    has_file = {"models": found.models, "older GPUs": found.older}
-    needed = [name for name in BLOCKS if has_file.get(name, True)]
+    names, needed = re.findall(BLOCK, text), needed_blocks(found)
     if sorted(name for name, _ in names) != sorted(needed):
         raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(needed)}")
     return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{BLOCKS[match[1]](found)}\n\n{END}", text)

@@ -198,7 +198,7 @@ def test_counts_of_a_run_by_hand(found: record.Record) -> None:
 
 def test_the_page_has_the_run_if_there_is_one(found: record.Record) -> None:
     sources = page.sources()._replace(models=None)
-    text = "\n".join(f"{page._begin(name)}\n{page.END}" for name in page.BLOCKS if name != "models")
+    text = "\n".join(f"{page._begin(name)}\n{page.END}" for name in page.needed_blocks(sources))
     page.performance(text, sources)
     with pytest.raises(ValueError, match=r"needed, each once: .*models"):
         page.performance(text, sources._replace(models=found))
