@@ -27,7 +27,6 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -74,9 +73,6 @@ _OF_CLASSES = frozenset(("__new__", "__init__", "__post_init__", "__class_getite
 _NOT_CALLED = _OF_CLASSES | {"__annotate__", "__annotate_func__"}
 _READ_ALL = frozenset(name for name in vars(torch.nn.Module) if not (is_special(name) or hasattr(Tensor, name))) - {"forward"}
 _LAZY = ("torch", "numpy")  # packages that import their parts when they are asked for
-_FUNCTION = tuple(map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__")))
-_CELL = attrgetter("cell_contents")
-_PARTIAL = tuple(map(attrgetter, ("func", "args", "keywords")))
 
 _unkeyed: weakref.WeakSet[Any] = weakref.WeakSet()  # classes whose special methods a mod has called, and code that changed copies
 _num_reports = 0
@@ -103,8 +99,10 @@ class _Walk:
         # Places that were read, for a memo:
         self.is_all_known = True  # no other place was read
         self.entries: list[tuple[Callable[..., Any], str, Any]] = []  # `get` of a dict, name, value
-        self.fields: list[_Read] = []  # results that are compared by identity
-        self.reads: list[_Read] = []  # results whose items are
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.functions: list[tuple[Any, ...]] = []  # with their code and defaults
+        self.partials: list[tuple[Any, ...]] = []  # with their parts
+        self.reads: list[_Read] = []
         self.sizes: list[tuple[Any, int]] = []  # values, and the number of their own attributes
 
     def visit_all(self) -> tuple[Hashable, Any]:
@@ -118,10 +116,6 @@ class _Walk:
         value = mapping.get(name, ABSENT)
         self.entries.append((mapping.get, name, value))
         return value
-
-    def field(self, get: Callable[[Any], Any], owner: object) -> Any:
-        self.fields.append((get, owner, get(owner)))
-        return self.fields[-1][2]
 
     def refuse_attributes(self, name: str, value: object) -> None:
         """Raises Unkeyed if a value whose attributes are not visited has one that is asked for."""
@@ -182,7 +176,8 @@ class _Walk:
         return (value.dtype, value.dim(), value.requires_grad and torch.is_grad_enabled()), (), (), None
 
     def function(self, name: str, function: Any, may_copy: bool) -> _Parts:
-        code, defaults, keywords = [self.field(get, function) for get in _FUNCTION]
+        code, defaults, keywords = function.__code__, function.__defaults__, function.__kwdefaults__
+        self.functions.append((function, code, defaults, keywords))
         found, known, cells = names_of(code), function.__globals__, function.__closure__ or ()
         if found.hidden:
             raise Unkeyed(f"{function.__qualname__} uses {found.hidden}, which reads what no name in the code says")
@@ -193,7 +188,8 @@ class _Walk:
         self.refuse_attributes(function.__qualname__, function)
         values = [self.entry(known, name) for name in found.globals]
         values = [self.entry(function.__builtins__, n) if x is ABSENT else x for n, x in zip(found.globals, values, strict=True)]
-        parts = (*[self.field(_CELL, cell) for cell in cells], *values, defaults, keywords)
+        parts = (*_contents(cells), *values, defaults, keywords)
+        self.cells += zip(cells, parts, strict=False)
 
         def remake(news: list[Any]) -> object:
             named = zip(found.globals, news[len(cells) :], strict=False)
@@ -222,8 +218,14 @@ class _Walk:
 
     def partial(self, name: str, value: functools.partial[Any], may_copy: bool) -> _Parts:
         self.refuse_attributes(name, value)
-        parts = [self.field(get, value) for get in _PARTIAL]
-        return "", (name, name, ""), parts, lambda news: functools.partial(news[0], *news[1], **news[2])
+        function, args, keywords = value.func, value.args, value.keywords
+        self.partials.append((value, function, args, keywords, len(keywords)))
+        parts = (function, args, *[self.entry(keywords, key) for key in keywords])
+
+        def remake(news: list[Any]) -> object:
+            return functools.partial(news[0], *news[1], **dict(zip(keywords, news[2:], strict=True)))
+
+        return tuple(keywords), (name, name, *keywords), parts, remake
 
     def container(self, name: str, value: Any, may_copy: bool) -> _Parts:
         kind: Any = type(value)
@@ -240,7 +242,7 @@ class _Walk:
             return new
 
         token = tuple(self.visit(name, key, may_copy=False)[0] for key in keys)
-        names = [f"{name}_{key}" if name else str(key) for key in keys or range(len(items))]
+        names = [f"{name}_{key}" for key in keys or range(len(items))]
         return token, names, items, remake
 
     def object(self, name: str, value: Any, may_copy: bool) -> _Parts:
@@ -253,15 +255,17 @@ class _Walk:
         if kind in _unkeyed:
             raise Unkeyed(f"{name} is a {_named(kind)}, whose special methods a mod calls, or which it changes")
         keys, special = self.class_keys(name, kind)
+        stores: tuple[str, ...] = ("__dict__",)
         if isinstance(value, torch.nn.Module):
+            stores = ("__dict__", "_parameters", "_buffers", "_modules")
             special |= {"__call__", "__repr__", "__dir__"}
             if self.names & _READ_ALL:
                 raise Unkeyed(f"{min(self.names & _READ_ALL)} of a torch.nn.Module may read all of it")
         if special and not may_copy:
             raise Unkeyed(f"{name} is a {_named(kind)}, which has special methods, in a value that is not copied")
         self.num_replaced, self.has_special = self.num_replaced + bool(special), self.has_special or bool(special)
-        self.reads.append(_read(_stores, value))
-        asked = [(n, self.entry(store, n)) for store in _stores(value)[1:] for n in sorted(self.names)]
+        self.reads.append(_read(_stores, (value, stores)))
+        asked = [(n, self.entry(getattr(value, store), n)) for store in stores for n in sorted(self.names)]
         found = [(n, part) for n, part in asked if part is not ABSENT]
 
         def remake(news: list[Any]) -> object:
@@ -287,7 +291,7 @@ class _Walk:
         owners = [owner for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
         if type(kind) not in (type, abc.ABCMeta) or any(map(_is_of_c, owners)) or not kind.__dictoffset__:
             raise Unkeyed(f"{name} is a {_named(kind)}, whose contents are not followed")
-        self.reads.append(_read(_members, kind))
+        self.reads.append(_read(_members, (kind, owners)))
         asked = self.names if issubclass(kind, torch.nn.Module) else {"__call__", *self.names}
         keys: list[Hashable] = []
         special = set()
@@ -341,13 +345,13 @@ def _contents(cells: Sequence[types.CellType]) -> Sequence[Any]:
     return [cell.cell_contents for cell in cells]
 
 
-def _stores(value: Any) -> Sequence[Any]:
-    names = ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module) else ()
-    return (type(value), value.__dict__, *[getattr(value, name) for name in names])
+def _stores(found: tuple[object, Sequence[str]]) -> Sequence[Any]:
+    value, stores = found
+    return (type(value), *[getattr(value, store) for store in stores])
 
 
-def _members(kind: type) -> Sequence[Any]:
-    owners = [owner for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
+def _members(found: tuple[type, Sequence[type]]) -> Sequence[Any]:
+    kind, owners = found
     return (*kind.__mro__, *[x for owner in owners for x in (*vars(owner), *vars(owner).values())])
 
 
@@ -387,8 +391,9 @@ class _Memo:
 
     def __init__(self, function: Any, walk: _Walk, captures: Captures) -> None:
         self.function = weakref.ref(function)  # functools.wraps copies attributes
-        self.captures, self.entries, self.reads = captures, walk.entries, walk.reads
-        self.fields = [(get, None if owner is function else owner, value) for get, owner, value in walk.fields]
+        self.captures, self.cells, self.entries, self.reads = captures, walk.cells, walk.entries, walk.reads
+        self.functions = [(None if f is function else f, *parts) for f, *parts in walk.functions]
+        self.partials = [(None if p is function else p, *parts) for p, *parts in walk.partials]
         self.sizes = [(owner, size) for owner, size in walk.sizes if owner is not function]
         self.kinds = [(t, t.dtype, t.dim(), t.requires_grad) for _, t in captures.tensors]
         self.has_grad, self.num_reports = torch.is_grad_enabled(), _num_reports
@@ -402,8 +407,16 @@ class _Memo:
             return False
         if len(function.__dict__) != 1:  # MEMO
             return False
-        for get, owner, value in self.fields:
-            if get(function if owner is None else owner) is not value:
+        for known, code, defaults, keywords in self.functions:
+            f = known or function
+            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
+                return False
+        for known, inner, args, keywords, size in self.partials:
+            p = known or function
+            if p.func is not inner or p.args is not args or p.keywords is not keywords or len(keywords) != size:
+                return False
+        for cell, value in self.cells:
+            if cell.cell_contents is not value:
                 return False
         for get, name, value in self.entries:
             if get(name, ABSENT) is not value:
