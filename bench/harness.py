@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -38,10 +37,12 @@ class Run:
     module: name after `python -m` of the command. method: the program's docstring. facts: further keys of the result file.
     """
 
+    pause = 0.0  # least seconds between two writes by `add`
+
     def __init__(
         self, module: str, method: str | None, out: Path | None, arguments: Sequence[str] | None = None, **facts: Any
     ) -> None:
-        self.out = out
+        self.out, self.written = out, 0.0
         self.rows: list[Row] = []
         self.content: dict[str, Any] = {
             "command": record.command_line(module, sys.argv[1:] if arguments is None else arguments, out),
@@ -53,15 +54,18 @@ class Run:
             "rows": self.rows,
         }
 
-    def add(self, row: Row, line: str) -> None:
+    def add(self, row: Row, line: str = "") -> None:
         """Prints and writes a row as soon as it is measured, because a run may be cut short."""
         self.rows.append(row)
-        print(line, flush=True)
-        self.write()
+        if line:
+            print(line, flush=True)
+        if time.monotonic() - self.written >= self.pause:
+            self.write()
 
     def write(self) -> None:
+        self.written = time.monotonic()
         if self.out is not None:
-            self.out.write_text(json.dumps(self.content, indent=1) + "\n")
+            record.replace(self.out, self.content)
 
     def status(self, implementation: str | None = None) -> int:
         """Returns the exit status: 1 if a result is wrong, of this implementation if it is named."""

@@ -148,10 +148,15 @@ def facts(command: str, ceilings: Ceilings | None, method: Mapping[str, str], wo
 
 def write(path: Path, record: Record) -> None:
     """Replaces `path` atomically, so that no reader sees half a file, even if the run is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"schema": SCHEMA, **record._asdict()}
     content["workloads"] = {name: w._asdict() for name, w in record.workloads.items()}
     content["rows"] = [{key: value for key, value in row._asdict().items() if value is not None} for row in record.rows]
+    replace(path, content)
+
+
+def replace(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes `content` as JSON in place of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(_json(content))
     os.replace(partial, path)

@@ -16,6 +16,51 @@ SPACE: dict[str, Mapping[str, Sequence[int]]] = {
     "dkdv": {"block_m": (32, 64), "block_n": (64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3), "apart": (0, 1)},
 }
 
+_WIDE_FORWARD = "128x64x4x2 128x64x8x2 128x64x8x3 128x32x4x2 128x32x8x2 64x64x4x1 64x64x4x2 64x64x4x3 64x32x4x2 64x32x4x3"
+OLDER_SPACE: dict[str, dict[int, str]] = {
+    "forward": {
+        64: "128x64x4x2 128x64x4x3 128x64x8x2 128x32x4x2 128x32x4x3 64x64x4x2 64x64x4x3 128x128x4x2 128x128x8x2",
+        128: _WIDE_FORWARD,
+        256: "128x64x8x1 128x64x8x2 128x32x8x2 64x64x4x1 64x64x4x2 64x64x8x2 64x32x4x1 64x32x4x2 64x16x4x2",
+    },
+    "dq": {
+        64: "128x64x4x2 128x64x4x1 128x64x8x2 64x64x4x2 64x64x4x1 64x64x4x3 128x32x4x2 128x32x4x3",
+        128: "64x64x4x2 64x64x4x1 64x32x4x2 64x32x4x3 128x64x8x2 128x64x8x1 128x32x8x2 64x64x8x2",
+        256: "32x32x4x2 32x32x4x1 64x32x4x1 64x32x4x2 64x64x4x1 64x64x8x1 128x32x8x1 64x32x8x2 64x16x4x2",
+    },
+    "dkdv": {
+        64: "32x128x4x2 32x128x4x3 32x64x4x2 64x64x4x2 64x64x4x1 64x128x8x2 64x128x4x1 32x64x4x3 32x128x8x2",
+        128: "64x64x4x2 64x64x4x1 32x64x4x2 32x64x4x1 64x128x8x2 64x128x8x1 32x128x8x2 16x64x4x2 64x64x4x2xapart",
+        256: "64x64x4x1xapart 32x64x4x1 32x64x4x1xapart 32x64x4x2xapart 16x64x4x1 16x64x4x2 32x64x8x1 64x128x8x1xapart 32x32x4x1",
+    },
+    "one_grid": {
+        64: "64x64x4x2 64x64x4x1 32x64x4x2",
+        128: "64x64x4x2 64x64x4x1 32x64x4x2",
+        256: "32x32x4x1 32x64x4x1 64x64x4x1",
+    },
+    "decode": {
+        64: "16x64x4x2 16x64x4x3 16x128x4x2 16x32x4x3 32x64x4x2 64x64x4x2",
+        128: "16x64x4x2 16x64x4x3 16x128x4x2 16x32x4x3 32x64x4x2 64x64x4x2",
+        256: "16x64x4x1 16x64x4x2 16x32x4x2 16x32x4x3 32x32x4x2 64x32x4x2",
+    },
+    "forward+bias": {
+        64: "64x64x4x2 128x64x4x2 128x64x8x2 64x32x4x2 64x64x4x1 128x32x4x2",
+        128: "64x64x4x2 64x64x8x2 64x32x4x2 64x32x8x2 128x64x8x2 64x64x4x1 128x32x8x2",
+        256: "32x32x8x1 64x32x8x2 64x32x4x1 64x32x4x2 64x16x4x2 32x32x4x2 64x64x8x1",
+    },
+    "dq+bias": {
+        64: "64x32x4x2 64x64x4x2 64x64x4x1 128x32x4x2 128x64x8x2 64x32x4x1",
+        128: "64x32x8x2 32x32x8x1 64x32x4x2 64x64x4x1 64x64x4x2 64x64x8x2 32x32x4x2",
+        256: "32x32x8x1 32x32x4x1 32x32x4x2 64x16x4x2 64x32x4x1 64x32x8x1",
+    },
+    "dkdv+bias": {
+        64: "32x64x4x2 64x64x4x2 64x64x4x1 32x128x4x2 32x128x8x2 32x64x4x1",
+        128: "32x64x8x1 32x32x8x1 32x64x4x2 32x64x4x1 64x64x4x1 32x128x8x2 32x64x4x2xapart",
+        256: "16x32x8x1 32x32x4x1 32x64x4x1xapart 16x64x4x1 32x32x8x1 32x64x8x1",
+    },
+}
+"""The tiles that `older_tiles` times, by kernel and head dim; `tile_name` reads them."""
+
 
 def tile_name(tile: Tile) -> str:
     """128x64x8x3: block_m, block_n, warps, stages; a flag follows by its name."""

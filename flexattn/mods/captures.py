@@ -1,22 +1,18 @@
 """Captures of a mod: a key that is equal only if the same graph would be traced, and the tensors and floats that are its inputs.
 
-A trace is used again only if its key is equal, so the key must have each value that decides how the mod is traced. Python code gets
-a value from an argument, a constant, a variable of a function around it, a global or builtin, an attribute or item of another
-value, or a call. A walk from the mod visits all of these. Any value that it does not know ends it with `Unkeyed`: the mod then has
-no key, and is traced in each call. Keys are made from contents: a lambda made in each call finds the trace of the last one.
+A walk from the mod visits each value that its code can reach. The contents of the values are the key, so a lambda made in each call
+finds the trace of the last one. A value that the walk does not know ends it with `Unkeyed`: such a mod is traced in each call.
 
 - Function: the walk visits its code, variables, globals and defaults. A mod can only call functions that it can read, so the walk
   meets these too. `names` finds the names in the code, and the functions of C and torch that read nothing but their arguments.
 - Module, object or class of an object: the walk visits each attribute whose name is in any code that the walk has met.
 - Tuple, list or dict: the walk visits all items.
 - Special methods of an object, such as __len__: Python calls them without a name in the code, and most are never called. The mod is
-  traced on copies of its objects, whose special methods report their calls (`copied`). With equal reads a mod takes the same way
-  through its code, so a trace without a report holds for each call with the same key. After a report the object has no key.
+  traced on copies of its objects, whose special methods report their calls (`copied`). After a report the object has no key.
 - Writes: if a copy or the key is not the same after the trace as before, the trace is not kept.
 
-Values of floats are not in the key: in the copy of a mod each float is an input of the trace. A float in a module or class, which
-has no copy, is in the key. If Python needs the value of a float, `trace` asks for a key with the values of all floats. Shapes are
-not in the key either: `trace` notes which of them the mod looks at.
+Floats are not in the key: in the copy of a mod each float is an input of the trace. A float in a module or class, which has no
+copy, is in the key. `trace` adds facts that only a run shows: values of floats that Python asks for, and shapes that the mod reads.
 
 A function remembers its captures and the places that were read (`_Memo`). The walk is made again if one of them has another object.
 """
@@ -59,61 +55,61 @@ class _TooManyFloats(Exception):
     """Ends a walk that would make inputs of more than _MOST_INPUTS floats."""
 
 
-_Remake = Callable[[list[Any]], Any]  # makes a copy of a value from other parts
-_Parts = tuple[Hashable, Sequence[str], Sequence[Any], _Remake | None]  # part of the key, names, parts
-_Read = tuple[Callable[[], Sequence[Any]], Sequence[Any]]  # reads some places, and their objects
+# A part of the key, then names and values of the parts to visit, and a function that makes a copy from copies of the parts.
+_Parts = tuple[Hashable, Sequence[str], Sequence[Any], Callable[[list[Any]], Any] | None]
+_Read = tuple[Callable[[Any], Any], Any, Any]  # a function, its argument, and the result that it had
 
 ABSENT: Any = type("Absent", (), {})()  # stands for an attribute or global that is not there
 MEMO = "_flexattn_captures"  # attribute of a function, so that the memo goes when the function goes
-_WITH_MEMO = (types.FunctionType, functools.partial)
 _has_grad = torch.is_grad_enabled  # looked up once: each look into torch takes 20 ns of each call
 _MOST_INPUTS = 1000  # floats that are inputs of a program: a trace takes a millisecond for each
 _MOST_VISITED = 64  # numbers of a container that get a key one by one
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONSTANTS = frozenset((int, bool, str, bytes, type(None), type(...), type(ABSENT), *_OF_TORCH))
-_PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ROOT_CLASSES = frozenset((object, typing.Generic, typing.Protocol, abc.ABC, torch.nn.Module))
 _OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType)
 _OF_CLASSES = frozenset(("__new__", "__init__", "__post_init__", "__class_getitem__"))  # no operator on an object calls these
 _NOT_CALLED = _OF_CLASSES | {"__annotate__", "__annotate_func__"}
 _READ_ALL = frozenset(name for name in vars(torch.nn.Module) if not (is_special(name) or hasattr(Tensor, name))) - {"forward"}
-_LAZY = frozenset(("torch", "numpy"))  # packages that import their parts when they are asked for
+_LAZY = ("torch", "numpy")  # packages that import their parts when they are asked for
 
 _unkeyed: weakref.WeakSet[Any] = weakref.WeakSet()  # classes whose special methods a mod has called, and code that changed copies
 _num_reports = 0
 
 
 class _Walk:
-    """Visits what a mod can read. numbers: replace the floats, if the walk makes a copy of the mod.
+    """Visits the values that a mod can reach. numbers: replace the floats, if the walk makes a copy of the mod.
 
     names: attributes that any code asks for, which grow with the functions that are met: then there must be another walk.
     """
 
-    def __init__(self, root: Any, names: set[str], lift: bool, numbers: Iterator[Any] | None) -> None:
+    def __init__(self, root: object, names: set[str], lift: bool, numbers: Iterator[object] | None) -> None:
         self.root, self.names, self.lift, self.numbers = root, names, lift, numbers
         self.tensors: list[tuple[str, Tensor]] = []
         self.floats: list[tuple[str, float]] = []
         # By address: how many came before, whether it may be copied, and when it is done the copy and whether it differs.
         self.seen: dict[int, tuple[int, bool, tuple[Any, bool] | None]] = {}
         self.cyclic: set[int] = set()  # addresses that are met again before they are done
-        self.alive: list[Any] = []  # so that no address is taken anew
+        self.alive: list[object] = []  # so that no address is taken anew
         self.num_replaced, self.has_special = 0, False
-        self.code: Any = None  # code of the first function
-        self.copies: list[tuple[Any, _Read]] = []  # contents of copies, and the code or class that has no key if a mod changes them
+        self.code: types.CodeType | None = None  # code of the first function
+        self.copies: list[tuple[object, _Read]] = []  # code or class of a copy, and its contents
         self.reports: list[type] = []  # classes whose special methods are called on copies
         # Places that were read, for a memo:
         self.is_all_known = True  # no other place was read
         self.entries: list[tuple[Callable[..., Any], str, Any]] = []  # `get` of a dict, name, value
         self.cells: list[tuple[types.CellType, Any]] = []
-        self.functions: list[Any] = []
+        self.functions: list[tuple[Any, ...]] = []  # with their code and defaults
+        self.partials: list[tuple[Any, ...]] = []  # with their parts
         self.reads: list[_Read] = []
+        self.sizes: list[tuple[Any, int]] = []  # values, and the number of their own attributes
 
     def visit_all(self) -> tuple[Hashable, Any]:
         """Returns the key of the mod and its copy; in the key are attributes of Tensor that are not torch's."""
         key, new = self.visit(getattr(self.root, "__name__", "mod"), self.root)
         members = [(name, self.entry(vars(Tensor), name)) for name in sorted(self.names)]
-        others = [(name, member) for name, member in members if member is not ABSENT and not is_pure(member)]
-        return (key, *[(name, self.visit(name, member, may_copy=False)[0]) for name, member in others]), new
+        return (key, *[(n, self.visit(n, x, False)[0]) for n, x in members if x is not ABSENT and not is_pure(x)]), new
 
     def entry(self, mapping: Mapping[str, Any], name: str) -> Any:
         """Returns mapping[name], or ABSENT."""
@@ -121,10 +117,13 @@ class _Walk:
         self.entries.append((mapping.get, name, value))
         return value
 
-    def refuse_attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
+    def refuse_attributes(self, name: str, value: object) -> None:
         """Raises Unkeyed if a value whose attributes are not visited has one that is asked for."""
-        if attributes and not self.names.isdisjoint(attributes):
-            raise Unkeyed(f"{name} has an attribute {min(self.names.intersection(attributes))} of its own")
+        own = vars(value)
+        if own and not self.names.isdisjoint(own):
+            raise Unkeyed(f"{name} has an attribute {min(self.names.intersection(own))} of its own")
+        self.is_all_known = self.is_all_known and own.keys() <= {MEMO}
+        self.sizes.append((value, len(own)))
 
     def visit(self, name: str, value: Any, may_copy: bool = True) -> tuple[Hashable, Any]:
         """Returns the key of a value, and its copy, or the value itself if nothing in it is replaced."""
@@ -139,12 +138,10 @@ class _Walk:
             self.num_replaced += 1
             self.floats.append((name, value))
             return (kind,), value if self.numbers is None else next(self.numbers)
-        if isinstance(value, Tensor):
-            return self.tensor_key(name, value), value
-        if is_pure(value):
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor and is_pure(value):
             if kind is types.FunctionType:
-                self.refuse_attributes(name, value.__dict__)
-                self.functions.append(value)
+                self.refuse_attributes(name, value)
             return ("pure", value), value
         if id(value) in self.seen:
             number, could_copy, done = self.seen[id(value)]
@@ -157,7 +154,8 @@ class _Walk:
         number, before = len(self.seen), self.num_replaced
         self.seen[id(value)] = number, may_copy, None
         self.alive.append(value)
-        token, names, parts, remake = _TAKE_APART.get(kind, _Walk.object)(self, name, value, may_copy)
+        take_apart = _Walk.tensor if is_tensor else _TAKE_APART.get(kind, _Walk.object)
+        token, names, parts, remake = take_apart(self, name, value, may_copy)
         visited = [self.visit(*part, may_copy and remake is not None) for part in zip(names, parts, strict=True)]
         new, is_replaced = value, self.num_replaced > before
         if is_replaced and id(value) in self.cyclic:
@@ -167,95 +165,90 @@ class _Walk:
         self.seen[id(value)] = number, may_copy, (new, is_replaced)
         return (kind, token, *[key for key, _ in visited]), new
 
-    def tensor_key(self, name: str, value: Tensor) -> Hashable:
-        kind = type(value)
-        if id(value) in self.seen:
-            return (Tensor, self.seen[id(value)][0])
-        self.seen[id(value)] = len(self.tensors), False, (value, False)
-        self.tensors.append((name, value))
-        self.refuse_attributes(name, getattr(value, "__dict__", {}))
-        for owner in () if kind in _PLAIN_TENSORS else kind.__mro__[: kind.__mro__.index(Tensor)]:
-            self.is_all_known = False
-            self.refuse_attributes(f"{name}, a {kind.__name__},", vars(owner))
-        return (Tensor, len(self.tensors) - 1, value.dtype, value.dim(), value.requires_grad and torch.is_grad_enabled())
-
     # Values taken apart, by their type:
 
-    def function(self, _: str, function: Any, may_copy: bool) -> _Parts:
-        code, known, builtins, cells = function.__code__, function.__globals__, function.__builtins__, function.__closure__ or ()
-        found = names_of(code)
+    def tensor(self, name: str, value: Tensor, may_copy: bool) -> _Parts:
+        self.tensors.append((name, value))
+        self.refuse_attributes(name, value)
+        kind = type(value)
+        for owner in () if kind in _PLAIN_TENSORS else kind.__mro__[: kind.__mro__.index(Tensor)]:
+            self.refuse_attributes(f"{name}, a {kind.__name__},", owner)
+        return (value.dtype, value.dim(), value.requires_grad and torch.is_grad_enabled()), (), (), None
+
+    def function(self, name: str, function: Any, may_copy: bool) -> _Parts:
+        code, defaults, keywords = function.__code__, function.__defaults__, function.__kwdefaults__
+        self.functions.append((function, code, defaults, keywords))
+        found, known, cells = names_of(code), function.__globals__, function.__closure__ or ()
         if found.hidden:
             raise Unkeyed(f"{function.__qualname__} uses {found.hidden}, which reads what no name in the code says")
         if code in _unkeyed:
             raise Unkeyed(f"{function.__qualname__} changes its own dependencies")
         self.code = self.code or code
         self.names |= found.attributes
-        self.refuse_attributes(function.__qualname__, function.__dict__)
-        self.functions.append(function)
-        self.is_all_known = self.is_all_known and function.__dict__.keys() <= {MEMO}
+        self.refuse_attributes(function.__qualname__, function)
         values = [self.entry(known, name) for name in found.globals]
-        values = [self.entry(builtins, n) if x is ABSENT else x for n, x in zip(found.globals, values, strict=True)]
-        parts = (*[c.cell_contents for c in cells], *values, function.__defaults__, function.__kwdefaults__)
+        values = [self.entry(function.__builtins__, n) if x is ABSENT else x for n, x in zip(found.globals, values, strict=True)]
+        parts = (*_contents(cells), *values, defaults, keywords)
         self.cells += zip(cells, parts, strict=False)
 
-        def remake(news: list[Any]) -> Any:
+        def remake(news: list[Any]) -> object:
             named = zip(found.globals, news[len(cells) :], strict=False)
             scope = {**known, **{name: new for name, new in named if new is not ABSENT}}
             new_cells = tuple(map(types.CellType, news[: len(cells)]))
             new = types.FunctionType(code, scope, function.__name__, news[-2], new_cells)
             new.__kwdefaults__ = news[-1]
-            self.copies.append((code, _read(lambda: (*[c.cell_contents for c in new_cells], *scope.values()))))
+            self.copies += [(code, _read(_items, scope)), (code, _read(_contents, new_cells))]
             return new
 
         return code, (*code.co_freevars, *found.globals, "default", "default"), parts, remake
 
-    def method(self, name: str, method: Any, may_copy: bool) -> _Parts:
+    def method(self, name: str, method: types.MethodType, may_copy: bool) -> _Parts:
         function, owner = method.__func__, method.__self__
         kind = vars(type(owner))
         if "_flexattn_reads" in kind and kind.get(function.__name__) is function:
             return function.__name__, (name,), (owner,), lambda news: types.MethodType(function, *news)
         return "", (name, name), (function, owner), lambda news: types.MethodType(*news)
 
-    def module(self, _: str, module: Any, may_copy: bool) -> _Parts:
+    def module(self, _: str, module: types.ModuleType, may_copy: bool) -> _Parts:
         found = {name: self.entry(vars(module), name) for name in sorted(self.names)}
         missing = [name for name, value in found.items() if value is ABSENT]
         if missing and "__getattr__" in vars(module) and module.__name__.partition(".")[0] not in _LAZY:
             raise Unkeyed(f"the module {module.__name__} may make {missing[0]} when it is asked for")
         return (module.__name__, *found), [*found], [*found.values()], None
 
-    def partial(self, name: str, value: Any, may_copy: bool) -> _Parts:
-        self.refuse_attributes(name, vars(value))
-        self.functions.append(value)
-        parts = (value.func, *value.args, *[self.entry(value.keywords, key) for key in value.keywords])
-        names = (name, *[f"{name}_{i}" for i in range(len(value.args))], *value.keywords)
-        end = 1 + len(value.args)
+    def partial(self, name: str, value: functools.partial[Any], may_copy: bool) -> _Parts:
+        self.refuse_attributes(name, value)
+        function, args, keywords = value.func, value.args, value.keywords
+        self.partials.append((value, function, args, keywords, len(keywords)))
+        parts = (function, args, *[self.entry(keywords, key) for key in keywords])
 
-        def remake(news: list[Any]) -> Any:
-            return functools.partial(news[0], *news[1:end], **dict(zip(value.keywords, news[end:], strict=True)))
+        def remake(news: list[Any]) -> object:
+            return functools.partial(news[0], *news[1], **dict(zip(keywords, news[2:], strict=True)))
 
-        return (end, *value.keywords), names, parts, remake
+        return tuple(keywords), (name, name, *keywords), parts, remake
 
     def container(self, name: str, value: Any, may_copy: bool) -> _Parts:
         kind: Any = type(value)
-        self.is_all_known = self.is_all_known and kind is tuple
         keys, items = ([*value], [*value.values()]) if kind is dict else ([], [*value])
+        if kind is not tuple:
+            self.reads.append(_read(_items, value))
         digests = _digest(keys), _digest(items, is_lifted=self.lift and may_copy)
         if digests[1] is not None and (digests[0] is not None or not keys):
             return digests, (), (), None
-        token = tuple(self.visit(name, key, may_copy=False)[0] for key in keys)
 
-        def remake(news: list[Any]) -> Any:
+        def remake(news: list[Any]) -> object:
             new = dict(zip(keys, news, strict=True)) if kind is dict else kind(news)
-            self.copies.append((self.code, _read(lambda: (*new, *new.values()) if kind is dict else tuple(new))))
+            self.copies.append((self.code, _read(_items, new)))
             return new
 
-        return token, [f"{name}_{key}" for key in keys or range(len(items))], items, remake
+        token = tuple(self.visit(name, key, may_copy=False)[0] for key in keys)
+        names = [f"{name}_{key}" for key in keys or range(len(items))]
+        return token, names, items, remake
 
     def object(self, name: str, value: Any, may_copy: bool) -> _Parts:
         kind = type(value)
         if "_flexattn_reads" in vars(kind):  # a class of this library, which lists its captures
-            self.is_all_known, reads = False, kind._flexattn_reads
-            state = value._flexattn_state()
+            self.is_all_known, reads, state = False, kind._flexattn_reads, value._flexattn_state()
             return "", reads, [state[n] for n in reads], lambda news: _copy(value, kind, dict(zip(reads, news, strict=True)))
         if getattr(kind, "is_trace_state", False):  # no trace depends on it
             return "", (), (), None
@@ -264,28 +257,27 @@ class _Walk:
         keys, special = self.class_keys(name, kind)
         stores: tuple[str, ...] = ("__dict__",)
         if isinstance(value, torch.nn.Module):
-            special |= {"__call__", "__repr__", "__dir__"}
             stores = ("__dict__", "_parameters", "_buffers", "_modules")
+            special |= {"__call__", "__repr__", "__dir__"}
             if self.names & _READ_ALL:
                 raise Unkeyed(f"{min(self.names & _READ_ALL)} of a torch.nn.Module may read all of it")
         if special and not may_copy:
             raise Unkeyed(f"{name} is a {_named(kind)}, which has special methods, in a value that is not copied")
         self.num_replaced, self.has_special = self.num_replaced + bool(special), self.has_special or bool(special)
-        self.reads.append(_read(lambda: (type(value), *[getattr(value, store) for store in stores])))
-        places = [getattr(value, store) for store in stores]
-        found = [(n, part) for place in places for n in sorted(self.names) if (part := self.entry(place, n)) is not ABSENT]
+        self.reads.append(_read(_stores, (value, stores)))
+        asked = [(n, self.entry(getattr(value, store), n)) for store in stores for n in sorted(self.names)]
+        found = [(n, part) for n, part in asked if part is not ABSENT]
 
-        def remake(news: list[Any]) -> Any:
+        def remake(news: list[Any]) -> object:
             changed = {n: new for (n, part), new in zip(found, news, strict=True) if new is not part}
             new = _copy(value, _reporting_class(kind, special, self.reports) if special else kind, changed)
-            contents = object.__getattribute__(new, "__dict__")
-            self.copies.append((kind, _read(lambda: (*contents, *contents.values()))))
+            self.copies.append((kind, _read(_items, object.__getattribute__(new, "__dict__"))))
             return new
 
         names = [n for n, _ in found]
         return (*names, *sorted(special), *keys), names, [part for _, part in found], remake
 
-    def class_as_value(self, name: str, kind: Any, may_copy: bool) -> _Parts:
+    def class_as_value(self, name: str, kind: type, may_copy: bool) -> _Parts:
         """Takes a class apart that may be called: with its constructors and the special methods of its objects."""
         if issubclass(kind, torch.nn.Module):
             raise Unkeyed(f"{name} is a class of torch.nn.Module, whose objects may be called")
@@ -299,7 +291,7 @@ class _Walk:
         owners = [owner for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
         if type(kind) not in (type, abc.ABCMeta) or any(map(_is_of_c, owners)) or not kind.__dictoffset__:
             raise Unkeyed(f"{name} is a {_named(kind)}, whose contents are not followed")
-        self.reads.append(_read(lambda: (*kind.__mro__, *[x for owner in owners for x in (*vars(owner), *vars(owner).values())])))
+        self.reads.append(_read(_members, (kind, owners)))
         asked = self.names if issubclass(kind, torch.nn.Module) else {"__call__", *self.names}
         keys: list[Hashable] = []
         special = set()
@@ -330,16 +322,37 @@ def _digest(items: list[Any], is_lifted: bool = False) -> Hashable | None:
     return (*kinds, tuple(items)) if kinds in ({int}, {bool}) else None
 
 
-def _read(places: Callable[[], Sequence[Any]]) -> _Read:
-    return places, tuple(places())
+# What a walk reads of a value, for a look at a later time:
+
+
+def _read(get: Callable[[Any], Sequence[Any]], owner: object) -> _Read:
+    return get, owner, get(owner)
 
 
 def _are_same(reads: Sequence[_Read]) -> bool:
-    for places, then in reads:
-        now = places()
+    for get, owner, then in reads:
+        now = get(owner)
         if len(now) != len(then) or not all(map(operator.is_, now, then)):
             return False
     return True
+
+
+def _items(container: Any) -> Sequence[Any]:
+    return (*container, *container.values()) if type(container) is dict else (*container,)
+
+
+def _contents(cells: Sequence[types.CellType]) -> Sequence[Any]:
+    return [cell.cell_contents for cell in cells]
+
+
+def _stores(found: tuple[object, Sequence[str]]) -> Sequence[Any]:
+    value, stores = found
+    return (type(value), *[getattr(value, store) for store in stores])
+
+
+def _members(found: tuple[type, Sequence[type]]) -> Sequence[Any]:
+    kind, owners = found
+    return (*kind.__mro__, *[x for owner in owners for x in (*vars(owner), *vars(owner).values())])
 
 
 def _named(kind: type) -> str:
@@ -351,8 +364,8 @@ def _is_of_c(kind: type) -> bool:
     return not kind.__flags__ & 1 << 9 or any(type(member) in _OF_C for member in vars(kind).values())
 
 
-def _copy(value: Any, kind: type, attributes: Mapping[str, Any]) -> Any:
-    copy: Any = object.__new__(kind)
+def _copy(value: object, kind: type, attributes: Mapping[str, Any]) -> object:
+    copy: object = object.__new__(kind)
     object.__getattribute__(copy, "__dict__").update(vars(value), **attributes)
     return copy
 
@@ -360,16 +373,14 @@ def _copy(value: Any, kind: type, attributes: Mapping[str, Any]) -> Any:
 def _reporting_class(kind: type, special: set[str], reports: list[type]) -> type:
     """Returns a subclass whose special methods add their class to `reports`, and then call those of the class."""
 
-    def reporting(attr: str) -> Callable[..., Any]:
-        method = getattr(kind, attr)
-
+    def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
         def report(*args: Any, **kwargs: Any) -> Any:
             reports.append(kind)
             return method(*args, **kwargs)
 
         return report
 
-    body = {"__module__": kind.__module__, "__hash__": kind.__hash__, **{attr: reporting(attr) for attr in special}}
+    body = {"__module__": kind.__module__, "__hash__": kind.__hash__, **{attr: reporting(getattr(kind, attr)) for attr in special}}
     if "__del__" in special:  # a copy owns nothing
         body["__del__"] = lambda self: None
     return types.new_class(kind.__name__, (kind,), {}, lambda namespace: namespace.update(body))
@@ -381,16 +392,10 @@ class _Memo:
     def __init__(self, function: Any, walk: _Walk, captures: Captures) -> None:
         self.function = weakref.ref(function)  # functools.wraps copies attributes
         self.captures, self.cells, self.entries, self.reads = captures, walk.cells, walk.entries, walk.reads
-        self.tensors = [t for _, t in captures.tensors]
-        self.kinds = [(t, t.dtype, t.dim(), t.requires_grad) for t in self.tensors]
-        placed: list[tuple[Any, Any]] = [(None if f is function else f, f) for f in walk.functions]  # None: the function itself
-        self.functions: list[Any] = [
-            (place, f.__code__, f.__defaults__, f.__kwdefaults__, len(f.__dict__))
-            for place, f in placed
-            if type(f) is types.FunctionType
-        ]
-        partials = [(place, f) for place, f in placed if type(f) is functools.partial]
-        self.partials: list[Any] = [(place, f.func, f.args, len(f.keywords), [*vars(f)]) for place, f in partials]
+        self.functions = [(None if f is function else f, *parts) for f, *parts in walk.functions]
+        self.partials = [(None if p is function else p, *parts) for p, *parts in walk.partials]
+        self.sizes = [(owner, size) for owner, size in walk.sizes if owner is not function]
+        self.kinds = [(t, t.dtype, t.dim(), t.requires_grad) for _, t in captures.tensors]
         self.has_grad, self.num_reports = torch.is_grad_enabled(), _num_reports
 
     def __reduce__(self) -> Any:
@@ -400,15 +405,15 @@ class _Memo:
         """Returns whether each place that was read still has the object that was there."""
         if self.function() is not function or _has_grad() is not self.has_grad or _num_reports != self.num_reports:
             return False
-        for known, code, defaults, keywords, size in self.functions:
-            f: Any = known or function
+        if len(function.__dict__) != 1:  # MEMO
+            return False
+        for known, code, defaults, keywords in self.functions:
+            f = known or function
             if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
                 return False
-            if len(f.__dict__) != size:  # MEMO alone, or nothing
-                return False
-        for known, inner, args, size, names in self.partials:
-            p: Any = known or function
-            if p.func is not inner or p.args is not args or len(p.keywords) != size or [*vars(p)] != names:
+        for known, inner, args, keywords, size in self.partials:
+            p = known or function
+            if p.func is not inner or p.args is not args or p.keywords is not keywords or len(keywords) != size:
                 return False
         for cell, value in self.cells:
             if cell.cell_contents is not value:
@@ -416,8 +421,8 @@ class _Memo:
         for get, name, value in self.entries:
             if get(name, ABSENT) is not value:
                 return False
-        for t in self.tensors:
-            if t.__dict__:
+        for owner, size in self.sizes:
+            if len(owner.__dict__) != size:
                 return False
         for t, dtype, dims, needs_grad in self.kinds if tensors_too else ():
             if t.dtype is not dtype or t.dim() != dims or t.requires_grad is not needs_grad:
@@ -431,7 +436,7 @@ def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) ->
     Without `tensors_too`, the key may have the dtype, dims and requires_grad that a tensor had before it was changed in place: for
     callers that check these themselves.
     """
-    can_remember = lift and type(function) in _WITH_MEMO
+    can_remember = lift and type(function) in (types.FunctionType, functools.partial)
     memo = function.__dict__.get(MEMO) if can_remember else None
     try:
         if memo is not None and memo.holds(function, tensors_too):
@@ -442,26 +447,23 @@ def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) ->
     values = tuple(value.hex() for _, value in walk.floats)
     captures = Captures(key, "", tuple(walk.tensors), tuple(walk.floats), values, walk.has_special)
     if can_remember and walk.is_all_known:
-        function.__dict__[MEMO] = None  # so that its name is among the attributes
         function.__dict__[MEMO] = _Memo(function, walk, captures)
     return captures
 
 
-def _walked(function: Any, lift: bool, numbers: Sequence[Any] | None = None) -> tuple[_Walk, Hashable, Any]:
+def _walked(function: object, lift: bool, numbers: Sequence[object] | None = None) -> tuple[_Walk, Hashable, Any]:
     """Returns a walk that knew all names from its beginning, the key of the mod and its copy."""
     root = _function_of(function)
     inner = getattr(root, "func", getattr(root, "__func__", root))
     names = {*names_of(inner.__code__).attributes} if type(inner) is types.FunctionType else set()
-    while True:
+    num_names = -1
+    while num_names != len(names):
         num_names = len(names)
         walk = _Walk(root, names, lift, None)
         try:
             key, new = walk.visit_all()
         except _TooManyFloats:
-            lift = False
-            continue
-        if num_names == len(names):
-            break
+            lift, num_names = False, -1
     if numbers is not None:
         walk = _Walk(root, names, lift, iter(numbers))
         key, new = walk.visit_all()
@@ -479,7 +481,7 @@ def _function_of(mod: Any) -> Any:
     return types.MethodType(call, mod) if type(call) is types.FunctionType else mod
 
 
-def copied(function: Any, numbers: Sequence[Any]) -> tuple[Any, Callable[[], str]]:
+def copied(function: object, numbers: Sequence[object]) -> tuple[Any, Callable[[], str]]:
     """Returns a copy of `function` with `numbers` in place of its floats, in the order of `find_captures`.
 
     After a trace of the copy, the function beside it returns why the trace does not hold for other calls, or "".

@@ -1,8 +1,7 @@
 """Names that a function's code can read, and values that behave the same in every call.
 
-A code object lists the globals, builtins and attributes that it reads (co_names), the variables of the functions around it
-(co_freevars), and the code of each function inside it (co_consts). `dis` only tells names of globals from names of attributes: a
-name in an instruction that is in neither list below counts as both, so no instruction of a new Python can hide a name.
+A code object lists its constants, with the code of each function inside it. `dis` tells names of globals from names of attributes:
+a name in an instruction that is in neither list below counts as both, so no instruction of a new Python can hide a name.
 """
 
 from __future__ import annotations
@@ -47,16 +46,14 @@ def names_of(code: types.CodeType) -> Names:
     """Returns the names in `code`."""
     inner = [names_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     read = {(i.opname, str(i.argval)) for i in dis.get_instructions(code) if i.opcode in dis.hasname or i.opname in _HIDDEN}
-    roots = {name for op, name in read if op not in _OF_ATTRIBUTES}
+    roots = {name for op, name in read if op not in _OF_ATTRIBUTES}.union(*(n.globals for n in inner))
     attributes = {name for op, name in read if op not in _OF_GLOBALS}
-    hidden = [_HIDDEN[op] for op, _ in read if op in _HIDDEN]
+    hidden = [_HIDDEN[op] for op, _ in read if op in _HIDDEN] + [n.hidden for n in inner if n.hidden]
+    hidden += [f"the attribute {n}" for n in sorted(attributes) if n in _REFLECTIVE or (is_special(n) and n not in _SPOKEN)]
     has_variables = bool(code.co_varnames or code.co_freevars)
     if "import_module" in code.co_names and (has_variables or (code.co_names, {*code.co_consts}) != _CUDNN):
         hidden.append("import_module of a name that is no constant")
-    reflective = sorted(name for name in attributes if name in _REFLECTIVE or (is_special(name) and name not in _SPOKEN))
-    hidden += [f"the attribute {name}" for name in reflective] + [n.hidden for n in inner if n.hidden]
-    all_roots, all_attributes = roots.union(*(n.globals for n in inner)), attributes.union(*(n.attributes for n in inner))
-    return Names(tuple(sorted(all_roots)), frozenset(all_attributes), hidden[0] if hidden else "")
+    return Names(tuple(sorted(roots)), frozenset(attributes.union(*(n.attributes for n in inner))), "".join(hidden[:1]))
 
 
 def is_special(name: str) -> bool:
@@ -65,14 +62,11 @@ def is_special(name: str) -> bool:
 
 
 # Builtins that read nothing but their arguments, by operators alone: not getattr, vars, globals, eval, type, id or hash.
-# fmt: off
 _BUILTINS = (
-    "abs", "all", "any", "ascii", "bin", "bool", "bytes", "callable", "chr", "complex", "dict", "divmod", "enumerate",
-    "filter", "float", "format", "frozenset", "hex", "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max",
-    "min", "next", "object", "oct", "ord", "pow", "print", "range", "repr", "reversed", "round", "set", "slice", "sorted",
-    "str", "sum", "super", "tuple", "zip", "NotImplemented",
+    "abs all any ascii bin bool bytes callable chr complex dict divmod enumerate filter float format frozenset hex int isinstance "
+    "issubclass iter len list map max min next object oct ord pow print range repr reversed round set slice sorted str sum super "
+    "tuple zip NotImplemented"
 )
-# fmt: on
 _BY_NAME = (operator.attrgetter, operator.methodcaller)  # they read attributes whose names are texts
 _OTHERS = (functools.partial, functools.reduce, typing.cast, importlib.import_module, Tensor, torch.get_default_dtype)
 _TORCH_TYPES = (torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo)
@@ -80,11 +74,11 @@ _TORCH_PYTHON = (vars(torch.functional), vars(torch.nn.functional), TENSOR_FUNCT
 
 
 @functools.cache
-def _listed() -> dict[int, Any]:
+def _listed() -> dict[int, object]:
     """Returns pure values by their addresses; it keeps them alive, so that no address becomes another value's."""
     errors = [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)]
     functions = [x for module in (math, cmath, operator, itertools) for x in vars(module).values() if callable(x)]
-    values = [*map(vars(builtins).get, _BUILTINS), *errors, *functions, *_OTHERS, *_TORCH_TYPES]
+    values = [*map(vars(builtins).get, _BUILTINS.split()), *errors, *functions, *_OTHERS, *_TORCH_TYPES]
     return {id(x): x for x in values if x not in _BY_NAME}
 
 

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexattn.bench import older_tiles
-from flexattn.bench.older_tiles import Job, Part
+from flexattn.bench import older_candidates, older_rows, older_tiles, tiles
+from flexattn.bench.older_candidates import Job
+from flexattn.bench.older_tiles import Part
 
 KERNELS = ("forward", "dq", "dkdv", "one_grid", "forward+bias", "dq+bias", "dkdv+bias")
 
@@ -22,18 +23,18 @@ KERNELS = ("forward", "dq", "dkdv", "one_grid", "forward+bias", "dq+bias", "dkdv
 def test_the_launches_of_a_candidate_are_right(kernel: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from flexattn.kernels_triton.runtime.launch import make
 
-    monkeypatch.setattr(older_tiles, "CHECKED_LENGTH", 128)
-    monkeypatch.setattr(older_tiles, "CHECKED_KEYS", 1024)  # the fewest that are split
+    monkeypatch.setattr(older_candidates, "CHECKED_LENGTH", 128)
+    monkeypatch.setattr(older_candidates, "CHECKED_KEYS", 1024)  # the fewest that are split
     job = Job(kernel, 32, is_causal, "16x64x4x2" if kernel == "decode" else "32x64x4x2")
-    cell = older_tiles.make_cell(kernel, 32, is_causal, job.checked_length, "cpu")
-    outputs = older_tiles.outputs_of(cell)
-    launches = older_tiles.launches_of(job, cell, outputs)
+    cell = older_candidates.make_cell(older_candidates.workload_of(*job.cell, job.checked_length), "cpu")
+    outputs = older_candidates.outputs_of(cell)
+    launches = older_candidates.launches_of(job, cell, outputs)
     for launch in launches:
         make(launch, torch.device("cpu"))
-    assert older_tiles.error_of(job, cell, outputs) < older_tiles.MAX_ERROR
+    assert older_candidates.error_of(job, cell, outputs) < older_tiles.MAX_ERROR
     for wrong in (outputs.out, *outputs.gradients):
         wrong.zero_()
-    assert older_tiles.error_of(job, cell, outputs) > 0.5
+    assert older_candidates.error_of(job, cell, outputs) > 0.5
 
 
 def test_candidates_compile_for_sm_80_without_a_gpu(
@@ -65,11 +66,12 @@ def test_a_candidate_that_does_not_compile_is_a_result() -> None:
 
 
 def test_each_tile_of_the_space_is_distinct_and_parses() -> None:
-    kernels = list(older_tiles._SPACE)
-    jobs = older_tiles.jobs_of([32, 64, 96, 128, 192, 256], kernels, ["causal", "full"])
+    kernels = list(tiles.OLDER_SPACE)
+    jobs = older_candidates.jobs_of([32, 64, 96, 128, 192, 256], kernels, ["causal", "full"])
     assert len({(*job.cell, job.tile) for job in jobs}) == len(jobs)
+    assert all(tiles.tile_name(tiles.parse_tile(job.tile)) == job.tile for job in jobs)
     assert {job.kernel for job in jobs} == set(kernels)
-    assert older_tiles.Built({older_tiles.CHECKED_LENGTH: []}, None, 0).parts_of(4096) == []
+    assert older_tiles.Built({older_candidates.CHECKED_LENGTH: []}, None, 0).parts_of(4096) == []
 
 
 def test_the_summary_names_the_fastest_tile_and_the_gain() -> None:
@@ -79,7 +81,7 @@ def test_the_summary_names_the_fastest_tile_and_the_gain() -> None:
         {**row, "tile": "128x64x4x2", "committed": [], "ms": {"s1024@80": 0.1}},
         {**row, "tile": "16x16x4x2", "committed": [], "failure": "wrong"},
     ]
-    assert older_tiles.summary(rows) == ["dq d64 full s1024@80 128x64x4x2 0.100 2.00x"]
+    assert older_rows.summary(rows) == ["dq d64 full s1024@80 128x64x4x2 0.100 2.00x"]
 
 
 def test_rows_are_the_fastest_tiles() -> None:
@@ -95,13 +97,13 @@ def test_rows_are_the_fastest_tiles() -> None:
         row("32x32x4x2", "full", 1.0, 1.0),
         {"kernel": "dq", "head_dim": 64, "mask": "full", "tile": "16x16x4x2", "committed": [], "failure": "wrong"},
     ]
-    assert older_tiles.choose(rows, "dq", 64, 80) == ("128x64x4x2", None, "64x64x4x2", None)  # a gain of 1 % is a tie
-    lines = older_tiles.emit_rows(rows)
+    assert older_rows.choose(rows, "dq", 64, 80) == ("128x64x4x2", None, "64x64x4x2", None)  # a gain of 1 % is a tie
+    lines = older_rows.emit_rows(rows)
     first = lines[lines.index("DQ (80, 2):") + 1]
     assert first.startswith("        Row(128, Tile(128, 64, 4, 2), Tile(")
     assert first.endswith("short=Tile(64, 64, 4, 2)),")
     assert len(lines) > 12  # other rows stay
-    assert older_tiles.fastest({}, "64x64x4x2") == "64x64x4x2"
+    assert older_rows.fastest({}, "64x64x4x2") == "64x64x4x2"
 
 
 def test_a_rule_says_how_much_faster_flash_attention_is() -> None:
@@ -110,7 +112,7 @@ def test_a_rule_says_how_much_faster_flash_attention_is() -> None:
     rows: list[dict[str, object]] = [{"kernel": kernel, **row, "ms": times} for kernel in ("forward", "dq", "dkdv")]
     flash = {"kernel": "flash forward", "head_dim": 128, "mask": "causal", "forward_ms": 1.0, "backward_ms": 4.0}
     rows += [{**flash, "length": length} for length in (1024, 4096)]
-    (rule,) = older_tiles.emit_rules(rows, "x.json")
+    (rule,) = older_rows.emit_rules(rows, "x.json")
     assert rule == (
         'Rule(use="sdpa", direction="forward", capability=80, head_dim_qk=128, head_dim_v=128, mask="causal", **_OLDER, gain=2.00, '
         'source="x.json"),'

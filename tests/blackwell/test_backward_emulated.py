@@ -15,7 +15,7 @@ import torch
 from flexattn import emulator
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import Window, as_bshd
+from flexattn.dispatch.spec import as_bshd
 from flexattn.kernels_triton.blackwell import backward as blackwell_backward
 from flexattn.kernels_triton.blackwell import backward_consumer, backward_dq, backward_products, conditions
 from flexattn.kernels_triton.common.problem import Backward
@@ -28,13 +28,9 @@ from flexattn.testing import (
     make_inputs,
     reference_attention,
 )
-from tests.hopper.test_mods import BANDS as BANDS_OF_MASKS
-from tests.hopper.test_mods import BLOCK_MASKS, FEATURES, blocks_of, large_scores_past_the_end
 from tests.support import inject
 from tests.support.gluon_calls import (
-    BANDS,
     EVERYTHING,
-    SEEDS,
     SINKS,
     UNEVEN,
     check_gradients,
@@ -42,10 +38,24 @@ from tests.support.gluon_calls import (
     wanted_gradients,
     without_gpu,
 )
+from tests.support.gluon_cases import (  # noqa: F401
+    DENSE,
+    Check,
+    assert_found,
+    formats_and_bands,
+    mods_and_biases,
+    test_biases,
+    test_block_masks,
+    test_heads_of_a_group_add_up,
+    test_keys_past_the_end_beside_very_negative_scores,
+    test_large_scores_past_the_end,
+    test_outliers_and_slots_in_reverse,
+    test_twenty_schedules,
+    windows_beside_the_diagonal,
+)
 from tests.support.inject import call_instead, drop, kernels_with, move, with_argument, wrong_phase
 
 HARMLESS = {"tma-out-of-bounds"}  # a tile may lie past its sequence's end
-DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
 
 
 def run(seed: int, call: dict[str, Any], kernels: ModuleType = blackwell_backward, **inputs: Any) -> emulator.Report:
@@ -73,15 +83,14 @@ def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
     assert report.tensor_columns <= 512
 
 
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
-def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
-    seed = 2 + 4 * ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + BANDS.index(band)  # a schedule each
-    dim = (64, 128)[(seed + seed // 4) % 2]
-    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [330, 9, 165], "num_heads": 2, "num_heads_kv": 1}
-    check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
+@pytest.fixture(name="check")
+def _check() -> Check:
+    return check
+
+
+test_formats_and_bands = formats_and_bands(pairs=False)
+test_windows_beside_the_diagonal = windows_beside_the_diagonal(pairs=False)
+test_mods_and_biases = mods_and_biases([64, 128])
 
 
 @pytest.mark.sample(pairs=False)
@@ -100,89 +109,11 @@ def test_dense(band: dict[str, Any], dim: int) -> None:
 
 @pytest.mark.sample(pairs=False)
 @without_gpu
-@pytest.mark.parametrize("bottom_right", [True, False])
-@pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
-def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool) -> None:
-    band = {"attn_mask_type": "padding", "window_size": Window(*window), "bottom_right_diagonal": bottom_right}
-    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [190, 9, 365], "num_heads": 2, "num_heads_kv": 1}
-    dim = 64 if bottom_right else 128
-    check(3 + (window[1] or -1) % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
-
-
-@pytest.mark.sample(pairs=False)
-@without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 24)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:
     """Tiles of 32 columns of dq in even and odd numbers; sequences without queries, and without keys."""
     for seed in (0, 1, 5):
         check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
-
-
-@without_gpu
-def test_heads_of_a_group_add_up() -> None:
-    inputs = {"lengths_q": [140], "lengths_kv": [260], "num_heads": 6, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
-    for seed in (1, 6):
-        check(seed, {"attn_mask_type": "causal_bottom_right"}, **inputs)
-
-
-@without_gpu
-def test_outliers_and_slots_in_reverse() -> None:
-    inputs = {"lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 165, 40], "num_heads": 2, "num_heads_kv": 1}
-    check(5, {"attn_mask_type": "padding_causal"}, qkv_format="thd", gap=3, in_reverse=True, outliers=True, **inputs)
-
-
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@pytest.mark.parametrize("name", FEATURES)
-def test_mods_and_biases(name: str) -> None:
-    seed = 2 + list(FEATURES).index(name)
-    dim = (64, 128)[seed % 2]
-    features = {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}
-    check(seed, features, qkv_format="thd", gap=3, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
-
-
-@pytest.mark.slow
-@pytest.mark.sample
-@without_gpu
-@pytest.mark.parametrize(("shape", "name"), [((2, 4), "post_scale_bias"), ((1, 1), "pre_scale_bias")], ids=str)
-def test_biases(shape: tuple[int, ...], name: str) -> None:
-    bias = torch.randn(*shape, 300, 330, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    call = {"bias_type": name, "bias": bias, "attn_mask_type": "causal"}
-    check(4, call, **(DENSE | {"num_heads": 4, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}))
-
-
-@pytest.mark.slow
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@pytest.mark.parametrize("name", BLOCK_MASKS)
-def test_block_masks(name: str) -> None:
-    heads_kv = 4 if BLOCK_MASKS[name][1] else 2
-    inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": 4, "num_heads_kv": heads_kv}
-    features = {**BANDS_OF_MASKS.get(name, {"attn_mask_type": "padding"}), **blocks_of(name, 300, 330, 2, "cpu")}
-    check(3, features, qkv_format="bshd", padding=True, head_dim_qk=64, head_dim_v=64, **inputs)
-
-
-@without_gpu
-def test_large_scores_past_the_end() -> None:
-    inputs = {"lengths_q": [170], "lengths_kv": [256], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": 64, "head_dim_v": 64}
-    check(4, large_scores_past_the_end(170, 256, "cpu"), qkv_format="thd", **inputs)
-
-
-@without_gpu
-def test_keys_past_the_end_beside_very_negative_scores() -> None:
-    """The weight of a key past the end would be infinite; no row of dq may have a part of it."""
-    bias = torch.full((1, 1, 1, 100), -200.0)
-    inputs = {"lengths_q": [70], "lengths_kv": [100], "num_heads": 2, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
-    check(6, {"bias_type": "post_scale_bias", "bias": bias}, **inputs)
-
-
-@without_gpu
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dim", [64, 128])
-def test_twenty_schedules(dim: int) -> None:
-    for seed in SEEDS:
-        check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
-        check(seed, {"attn_mask_type": "causal"}, head_dim_qk=dim, head_dim_v=dim, **DENSE)
 
 
 FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
@@ -283,9 +214,4 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     [kernels] = kernels_with((blackwell_backward,), where, fault, tmp_path)
     dim = 128 if "d 128" in name else 64  # with one stage of dout, or as many as of q
     inputs = {"lengths_q": [400], "lengths_kv": [140], "num_heads": 2, "num_heads_kv": 1, "head_dim_qk": dim, "head_dim_v": dim}
-    for seed in seeds:
-        try:
-            report = run(seed, {"attn_mask_type": "causal"}, kernels, **inputs)
-        except AssertionError:  # a wrong result
-            continue
-        assert {finding.kind for finding in report.findings} - HARMLESS, f"not found on seed {seed}: {report}"
+    assert_found(seeds, lambda seed: [run(seed, {"attn_mask_type": "causal"}, kernels, **inputs)], HARMLESS)

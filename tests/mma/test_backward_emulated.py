@@ -6,6 +6,7 @@ If a fault is injected, every schedule must find it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from flexattn import emulator
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import Window, as_bshd
+from flexattn.dispatch.spec import as_bshd
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.mma import backward as mma_backward
 from flexattn.kernels_triton.mma import backward_dq, conditions
@@ -31,13 +32,9 @@ from flexattn.testing import (
     reference_attention,
 )
 from tests.hopper.test_dropout import dropped
-from tests.hopper.test_mods import BANDS as BANDS_OF_MASKS
-from tests.hopper.test_mods import BLOCK_MASKS, FEATURES, blocks_of, large_scores_past_the_end
 from tests.support import inject
 from tests.support.gluon_calls import (
-    BANDS,
     EVERYTHING,
-    SEEDS,
     SINKS,
     UNEVEN,
     check_gradients,
@@ -45,14 +42,25 @@ from tests.support.gluon_calls import (
     wanted_gradients,
     without_gpu,
 )
+from tests.support.gluon_cases import (  # noqa: F401
+    DENSE,
+    Check,
+    assert_found,
+    formats_and_bands,
+    mods_and_biases,
+    test_biases,
+    test_block_masks,
+    test_heads_of_a_group_add_up,
+    test_keys_past_the_end_beside_very_negative_scores,
+    test_large_scores_past_the_end,
+    test_outliers_and_slots_in_reverse,
+    test_twenty_schedules,
+    windows_beside_the_diagonal,
+)
 from tests.support.inject import drop, kernels_with, with_argument
-
-DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
-
 
 REPORTS = ("_attn_bwd_mma_kernel", "_attn_bwd_dq_mma_kernel")
 FUSED, TWO_KERNELS = False, True
-EACH = pytest.mark.parametrize("deterministic", [FUSED, TWO_KERNELS], ids=["fused", "two kernels"])
 
 
 def run(
@@ -91,37 +99,23 @@ def run(
     return reports
 
 
-def check(seed: int, call: dict[str, Any], capability: int = 80, deterministic: bool = FUSED, **inputs: Any) -> None:
+def check_call(seed: int, call: dict[str, Any], capability: int = 80, deterministic: bool = FUSED, **inputs: Any) -> None:
     for report in run(seed, call, capability=capability, deterministic=deterministic, **inputs):
         assert not report.findings, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@EACH
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
-def test_formats_and_bands(fmt: str, band: dict[str, Any], deterministic: bool) -> None:
-    seed = 2 + 4 * ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + BANDS.index(band)  # a schedule each
-    dim = (64, 128)[(seed + seed // 4) % 2]
-    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [330, 9, 165], "num_heads": 2, "num_heads_kv": 1}
-    check(
-        seed,
-        band,
-        qkv_format=fmt,
-        padding=True,
-        gap=2,
-        dtype=torch.float16,
-        head_dim_qk=dim,
-        head_dim_v=dim,
-        deterministic=deterministic,
-        **inputs,
-    )
+@pytest.fixture(name="check", params=[FUSED, TWO_KERNELS], ids=["fused", "two kernels"])
+def _check(request: pytest.FixtureRequest) -> Check:
+    return partial(check_call, deterministic=request.param)
+
+
+test_formats_and_bands = formats_and_bands(pairs=False)
+test_windows_beside_the_diagonal = windows_beside_the_diagonal(pairs=False)
+test_mods_and_biases = mods_and_biases([64, 128])
 
 
 @pytest.mark.sample(pairs=False)
 @without_gpu
-@EACH
 @pytest.mark.parametrize(
     "band",
     [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (250, 70)}],
@@ -129,7 +123,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any], deterministic: bool) 
 )
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", [80, 89])
-def test_dense(band: dict[str, Any], dim: int, capability: int, deterministic: bool) -> None:
+def test_dense(check: Check, band: dict[str, Any], dim: int, capability: int) -> None:
     """Lazy and random schedules; blocks that an edge cuts on either side, and complete ones."""
     for seed in (1, 7):
         check(
@@ -139,39 +133,15 @@ def test_dense(band: dict[str, Any], dim: int, capability: int, deterministic: b
             head_dim_qk=dim,
             head_dim_v=dim,
             strided=seed == 7,
-            deterministic=deterministic,
             **DENSE,
         )
 
 
 @pytest.mark.sample(pairs=False)
 @without_gpu
-@EACH
-@pytest.mark.parametrize("bottom_right", [True, False])
-@pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
-def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool, deterministic: bool) -> None:
-    band = {"attn_mask_type": "padding", "window_size": Window(*window), "bottom_right_diagonal": bottom_right}
-    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [190, 9, 365], "num_heads": 2, "num_heads_kv": 1}
-    dim = 64 if bottom_right else 128
-    check(
-        3 + (window[1] or -1) % 7,
-        band,
-        qkv_format="thd",
-        padding=True,
-        gap=2,
-        head_dim_qk=dim,
-        head_dim_v=dim,
-        deterministic=deterministic,
-        **inputs,
-    )
-
-
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@EACH
 @pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 96), (96, 24), (8, 8), (192, 128), (256, 256)], ids=str)
-def test_head_dims_and_sinks(dims: tuple[int, int], capability: int, deterministic: bool) -> None:
+def test_head_dims_and_sinks(check: Check, dims: tuple[int, int], capability: int) -> None:
     """Sequences without queries, and without keys."""
     call = EVERYTHING | {"softmax_offset": SINKS}
     for seed in (0, 1, 5):
@@ -182,17 +152,15 @@ def test_head_dims_and_sinks(dims: tuple[int, int], capability: int, determinist
             qkv_format="thd",
             head_dim_qk=dims[0],
             head_dim_v=dims[1],
-            deterministic=deterministic,
             **UNEVEN,
         )
 
 
 @pytest.mark.sample
 @without_gpu
-@EACH
 @pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_dropout(dim: int, capability: int, deterministic: bool) -> None:
+def test_dropout(check: Check, dim: int, capability: int) -> None:
     """The reference drops the same weights, bit for bit: one weight more or less is far outside the error budget."""
     call = EVERYTHING | dropped() | {"softmax_offset": SINKS}
     check(
@@ -203,103 +171,8 @@ def test_dropout(dim: int, capability: int, deterministic: bool) -> None:
         gap=3,
         head_dim_qk=dim,
         head_dim_v=dim,
-        deterministic=deterministic,
         **UNEVEN,
     )
-
-
-@without_gpu
-@EACH
-def test_heads_of_a_group_add_up(deterministic: bool) -> None:
-    inputs = {"lengths_q": [140], "lengths_kv": [260], "num_heads": 6, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
-    for seed in (1, 6):
-        check(seed, {"attn_mask_type": "causal_bottom_right"}, deterministic=deterministic, **inputs)
-
-
-@without_gpu
-@EACH
-def test_outliers_and_slots_in_reverse(deterministic: bool) -> None:
-    inputs = {"lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 165, 40], "num_heads": 2, "num_heads_kv": 1}
-    check(
-        5,
-        {"attn_mask_type": "padding_causal"},
-        qkv_format="thd",
-        gap=3,
-        in_reverse=True,
-        outliers=True,
-        deterministic=deterministic,
-        **inputs,
-    )
-
-
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@EACH
-@pytest.mark.parametrize("name", FEATURES)
-def test_mods_and_biases(name: str, deterministic: bool) -> None:
-    seed = 2 + list(FEATURES).index(name)
-    dim = (64, 128)[seed % 2]
-    features = {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}
-    check(seed, features, qkv_format="thd", gap=3, head_dim_qk=dim, head_dim_v=dim, deterministic=deterministic, **UNEVEN)
-
-
-@pytest.mark.slow
-@pytest.mark.sample
-@without_gpu
-@EACH
-@pytest.mark.parametrize(("shape", "name"), [((2, 4), "post_scale_bias"), ((1, 1), "pre_scale_bias")], ids=str)
-def test_biases(shape: tuple[int, ...], name: str, deterministic: bool) -> None:
-    bias = torch.randn(*shape, 300, 330, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    call = {"bias_type": name, "bias": bias, "attn_mask_type": "causal"}
-    check(
-        4, call, deterministic=deterministic, **(DENSE | {"num_heads": 4, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64})
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@EACH
-@pytest.mark.parametrize("name", BLOCK_MASKS)
-def test_block_masks(name: str, deterministic: bool) -> None:
-    heads_kv = 4 if BLOCK_MASKS[name][1] else 2
-    inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": 4, "num_heads_kv": heads_kv}
-    features = {**BANDS_OF_MASKS.get(name, {"attn_mask_type": "padding"}), **blocks_of(name, 300, 330, 2, "cpu")}
-    check(3, features, qkv_format="bshd", padding=True, head_dim_qk=64, head_dim_v=64, deterministic=deterministic, **inputs)
-
-
-@without_gpu
-@EACH
-def test_large_scores_past_the_end(deterministic: bool) -> None:
-    inputs = {"lengths_q": [170], "lengths_kv": [256], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": 64, "head_dim_v": 64}
-    check(4, large_scores_past_the_end(170, 256, "cpu"), qkv_format="thd", deterministic=deterministic, **inputs)
-
-
-@without_gpu
-@EACH
-def test_keys_past_the_end_beside_very_negative_scores(deterministic: bool) -> None:
-    """The weight of a key past the end would be infinite; no row of dq may have a part of it."""
-    bias = torch.full((1, 1, 1, 100), -200.0)
-    inputs = {"lengths_q": [70], "lengths_kv": [100], "num_heads": 2, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
-    check(6, {"bias_type": "post_scale_bias", "bias": bias}, deterministic=deterministic, **inputs)
-
-
-@without_gpu
-@EACH
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dim", [64, 128])
-def test_twenty_schedules(dim: int, deterministic: bool) -> None:
-    for seed in SEEDS:
-        check(
-            seed,
-            EVERYTHING | {"softmax_offset": SINKS},
-            qkv_format="thd",
-            head_dim_qk=dim,
-            head_dim_v=dim,
-            deterministic=deterministic,
-            **UNEVEN,
-        )
-        check(seed, {"attn_mask_type": "causal"}, head_dim_qk=dim, head_dim_v=dim, deterministic=deterministic, **DENSE)
 
 
 # With a head dim whose tile for 8.0 has the form of the loop: 128 has a ring of q, and 256 one buffer. Of dq, 64 has rings.
@@ -349,9 +222,5 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     where, dim, fault = FAULTS[name]
     kernels = kernels_with((mma_backward, backward_dq), where, fault, tmp_path)
     inputs = {"lengths_q": [300], "lengths_kv": [200], "num_heads": 3, "num_heads_kv": 1, "head_dim_qk": dim, "head_dim_v": dim}
-    for seed in seeds:
-        try:
-            reports = run(seed, {"attn_mask_type": "causal"}, kernels, deterministic=where is backward_dq, **inputs)
-        except AssertionError:  # wrong gradients
-            continue
-        assert any(report.findings for report in reports), f"not found on seed {seed}: {reports}"
+    call = {"attn_mask_type": "causal"}
+    assert_found(seeds, lambda seed: run(seed, call, kernels, deterministic=where is backward_dq, **inputs))

@@ -16,22 +16,32 @@ from flexattn import create_block_mask, emulator
 from flexattn.bench.emulated import emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import AttentionSpec, Operands, Window, as_bshd, empty_outputs
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.mma import conditions, copies
 from flexattn.kernels_triton.mma import forward as mma_forward
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import spec_to_run
-from flexattn.testing import make_call, make_inputs
 from tests.hopper.test_dropout import dropped
-from tests.hopper.test_mods import FEATURES
 from tests.hopper.test_pages import make_arguments
 from tests.support import inject
-from tests.support.gluon_calls import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, check_results, without_gpu
+from tests.support.gluon_calls import EVERYTHING, SINKS, UNEVEN, check_results, without_gpu
+from tests.support.gluon_cases import (  # noqa: F401
+    DENSE,
+    Check,
+    assert_found,
+    case_of,
+    formats_and_bands,
+    mods_and_biases,
+    test_max_logit_beside_sinks,
+    test_post_scale_bias,
+    test_rows_whose_maximum_rises_by_much,
+    test_twenty_schedules,
+    windows_beside_the_diagonal,
+)
 from tests.support.inject import drop, kernels_with, with_argument
 
-DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}  # bytes of shared memory of a program
 
 
@@ -58,25 +68,19 @@ def run(
     return report
 
 
-def case_of(call: dict[str, Any], **inputs: Any) -> tuple[AttentionSpec, Operands]:
-    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
-    return make_call(given, **{"return_max_logit": False, **call})
-
-
 def check(seed: int, call: dict[str, Any], splits: int | None = None, capability: int = 80, **inputs: Any) -> None:
     report = run(seed, *case_of(call, **inputs), splits=splits, capability=capability)
     assert not report.findings, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample(values=True)
-@without_gpu
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
-def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
-    seed = 2 + 4 * ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + BANDS.index(band)  # a schedule each
-    dim = (64, 128)[(seed + seed // 4) % 2]
-    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [330, 9, 165], "num_heads": 2, "num_heads_kv": 1}
-    check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
+@pytest.fixture(name="check")
+def _check() -> Check:
+    return check
+
+
+test_formats_and_bands = formats_and_bands(values=True)
+test_windows_beside_the_diagonal = windows_beside_the_diagonal(values=True)
+test_mods_and_biases = mods_and_biases([128])
 
 
 @pytest.mark.sample(pairs=False)
@@ -94,17 +98,6 @@ def test_dense(band: dict[str, Any], dim: int, capability: int) -> None:
         check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(values=True)
-@without_gpu
-@pytest.mark.parametrize("bottom_right", [True, False])
-@pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
-def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool) -> None:
-    band = {"attn_mask_type": "padding", "window_size": Window(*window), "bottom_right_diagonal": bottom_right}
-    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [190, 9, 365], "num_heads": 2, "num_heads_kv": 1}
-    dim = 64 if bottom_right else 128
-    check(3 + (window[1] or -1) % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
-
-
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("capability", [80, 89])
@@ -115,29 +108,6 @@ def test_head_dims_and_sinks(dims: tuple[int, int], capability: int) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
     for seed in (0, 1, 5):
         check(seed, call, capability=capability, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
-
-
-@without_gpu
-def test_rows_whose_maximum_rises_by_much() -> None:
-    for seed in (1, 4):
-        check(seed, {"attn_mask_type": "causal"}, outliers=True, lengths_q=[500], lengths_kv=[500], num_heads=2, num_heads_kv=2)
-
-
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@pytest.mark.parametrize("name", FEATURES)
-def test_mods_and_biases(name: str) -> None:
-    seed = 2 + list(FEATURES).index(name)
-    check(seed, {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}, qkv_format="thd", gap=3, **UNEVEN)
-
-
-@pytest.mark.sample
-@without_gpu
-@pytest.mark.parametrize("shape", [(1, 1), (2, 4)], ids=str)
-def test_post_scale_bias(shape: tuple[int, int]) -> None:
-    bias = torch.randn(*shape, 300, 330, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2}
-    check(4, {"bias_type": "post_scale_bias", "bias": bias, "attn_mask_type": "causal"}, **inputs)
 
 
 @pytest.mark.sample
@@ -159,18 +129,6 @@ def test_few_queries(heads: int, dim: int, splits: int) -> None:
     inputs = {"lengths_q": [9, 1], "lengths_kv": [500, 130], "num_heads": heads, "num_heads_kv": 2, "padding": True}
     call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "off-by-one"} | dropped()
     check(heads + splits, call, splits, head_dim_qk=dim, head_dim_v=dim, **inputs)
-
-
-@pytest.mark.sample(pairs=False)
-@without_gpu
-@pytest.mark.parametrize("features", [{}, {"softcap": 2.0}, {"bias_type": "alibi"}], ids=str)
-def test_max_logit_beside_sinks(features: dict[str, Any]) -> None:
-    """A sink is not a key's logit, and comes last."""
-    if "bias_type" in features:
-        features = features | FEATURES["alibi"]("cpu")
-    call = EVERYTHING | {"softmax_offset": SINKS, "return_max_logit": True} | features
-    for seed in (1, 6):
-        check(seed, call, qkv_format="thd", gap=3, **UNEVEN)
 
 
 @without_gpu
@@ -204,15 +162,6 @@ def test_pages(page_size: int, dim: int) -> None:
     x, settings = bind_call(**make_arguments(page_size, "[pages, size, heads, dim]", dim))
     report = run(page_size, spec_to_run(x, settings), x, splits=1)
     assert not report.findings, str(report)
-
-
-@without_gpu
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dim", [64, 128])
-def test_twenty_schedules(dim: int) -> None:
-    for seed in SEEDS:
-        check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
-        check(seed, {"attn_mask_type": "causal"}, head_dim_qk=dim, head_dim_v=dim, **DENSE)
 
 
 # With a head dim whose tile has the form of the loop: 64 has rings, and 128 one buffer for k and one for v
@@ -251,9 +200,4 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     [kernels] = kernels_with((mma_forward,), where, fault, tmp_path)
     inputs = {"lengths_q": [300, 20], "lengths_kv": [300, 0], "num_heads": 3, "num_heads_kv": 1, "outliers": True}
     case = case_of({"attn_mask_type": "padding_causal"}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **inputs)
-    for seed in seeds:
-        try:
-            report = run(seed, *case, kernels)
-        except AssertionError:  # a wrong result
-            continue
-        assert report.findings, f"not found on seed {seed}: {report}"
+    assert_found(seeds, lambda seed: [run(seed, *case, kernels)])
