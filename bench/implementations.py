@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.runtime.launch import Launch
 
 TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
-PORTABLE = "flexattn portable"
-"""The triton backend without its kernels for sm_90, where it has them."""
+PORTABLE, HOPPER = "flexattn portable", "flexattn sm_90"
+"""The triton backend without its kernels for sm_90, and with these kernels in each call that they support."""
+NAMED = (AUTO, HOPPER)
+"""Implementations that are measured only if they are named, because they repeat kernels of the others."""
 KERNELS = {
     "forward": ("forward", "_attn_fwd_kernel"),
     "dq": ("backward", "_attn_bwd_dq_kernel"),
@@ -117,21 +119,22 @@ def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out
 
 
-def _without_hopper(prepare: Callable[[Workload, Tensors, str], Prepared]) -> Callable[[Workload, Tensors, str], Prepared]:
-    """Returns `prepare` with FLEXATTN_HOPPER=never, which each call reads."""
+def _with_hopper(value: str) -> Callable[[Workload, Tensors, str], Prepared]:
+    """Returns a `prepare` function of the triton backend with a value of FLEXATTN_HOPPER, which each call reads."""
+    prepare = differentiable(functools.partial(_attention, "triton"))
 
-    def never(call: Callable[[], Any]) -> Callable[[], Any]:
+    def under(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
-            with environment({"FLEXATTN_HOPPER": "never"}):
+            with environment({"FLEXATTN_HOPPER": value}):
                 return call()
 
         return run
 
-    def prepare_without(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
-        prepared = never(lambda: prepare(workload, tensors, direction))()
-        return Prepared(*map(never, prepared))
+    def prepare_under(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+        prepared = under(lambda: prepare(workload, tensors, direction))()
+        return Prepared(*map(under, prepared))
 
-    return prepare_without
+    return prepare_under
 
 
 def ours(device: str) -> list[Implementation]:
@@ -143,8 +146,8 @@ def ours(device: str) -> list[Implementation]:
         for name, backend in backends.items()
     ]
     if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        portable = _without_hopper(differentiable(functools.partial(_attention, "triton")))
-        found.insert(1, Implementation(PORTABLE, version, portable, compiles=True))
+        found.insert(1, Implementation(PORTABLE, version, _with_hopper("never"), compiles=True))
+        found.append(Implementation(HOPPER, version, _with_hopper("always"), compiles=True))
     if device == "cuda":
         prepare = differentiable(_attention_with_mods)
         found.append(Implementation(SCORE_MOD, version, prepare, compiles=True, is_of_mods=True))
