@@ -60,7 +60,7 @@ def make_parser() -> Parser:
         "--backends",
         nargs="+",
         metavar="NAME",
-        help="of flexattn: triton, cudnn, score_mod, eager, sm_90, or auto, which selects one (default: all; auto for preset models)",
+        help="of flexattn: triton, cudnn, score_mod, eager, sm_90, or auto, which selects (default: all; auto for preset models)",
     )
     what.add_argument(
         "--peers", nargs="*", metavar="NAME", default=["*"], help="by name or pattern; none to measure flexattn alone"
