@@ -98,6 +98,25 @@ def test_flex_attention_gets_the_same_biases_and_masks(name: str, monkeypatch: p
     assert row.status == "checked", row
 
 
+def test_flex_attention_sums_gradients_of_a_bias_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    biases: list[Tensor | None] = []
+
+    def attend(mode: str, workload: Workload, tensors: Tensors) -> peers.Attend:
+        biases.append(tensors.dense_bias)
+        return lambda q, k, v: q
+
+    monkeypatch.setattr(peers, "_flex_attention", attend)
+    shape = named("swin-t-stage1").shortened(8)
+    [flex] = [i for i in peers.peers() if i.name == peers.FLEX]
+    for direction in ("forward", "backward"):
+        flex.prepare(shape, make_tensors(shape, "cpu"), direction)
+    forward, backward = biases
+    assert forward is not None
+    assert backward is not None
+    assert (forward.dtype, forward.requires_grad) == (torch.bfloat16, False)
+    assert (backward.dtype, backward.requires_grad) == (torch.float32, True)
+
+
 def triangle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
     """The arithmetic of cuEquivariance's documentation on [b, n, h, s, d]."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
