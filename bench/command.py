@@ -12,8 +12,8 @@ import torch
 
 import flexattn
 from flexattn.bench import record, tables
-from flexattn.bench.implementations import EAGER, TRITON, Implementation, ours
-from flexattn.bench.model_tables import model_tables
+from flexattn.bench.implementations import EAGER, NAMED, TRITON, Implementation, ours
+from flexattn.bench.model_tables import model_tables, own_table
 from flexattn.bench.peers import FLEX_MODE, peers
 from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
 from flexattn.bench.shapes import DIRECTIONS, PRESETS, PUBLISHED, WORKLOADS, Workload, is_unseen, select
@@ -61,7 +61,7 @@ def make_parser() -> Parser:
         "--backends",
         nargs="+",
         metavar="NAME",
-        help="of flexattn: triton, cudnn, score_mod, eager, or auto, which selects one (default: all; auto for preset models)",
+        help="of flexattn: triton, cudnn, score_mod, eager, sm_90, or auto, which selects (default: all; auto for preset models)",
     )
     what.add_argument(
         "--peers", nargs="*", metavar="NAME", default=["*"], help="by name or pattern; none to measure flexattn alone"
@@ -196,7 +196,7 @@ def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[
     for patterns, prefix in ((backends, "flexattn "), (args.peers, "")):
         pool = [name for name in everyone if tables.is_ours(name) == bool(prefix)]
         for pattern in patterns:
-            found = [n for n in fnmatch.filter(pool, prefix + pattern) if n != tables.AUTO or pattern == "auto"]  # it is no backend
+            found = [n for n in fnmatch.filter(pool, prefix + pattern) if n not in NAMED or n == prefix + pattern]
             if not found:
                 accepted = ", ".join(name.removeprefix(prefix) for name in pool)
                 raise ValueError(f"nothing to measure on {device} is called {pattern!r}; accepted: {accepted}")
@@ -220,7 +220,7 @@ def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
     """Prints the tables, and writes the files that the options name."""
     for name, shown in records.items():
         print("\n".join(["", *([name, tables.headline(shown)] if args.source else []), _ceilings(shown)]))
-        shown_tables = [*tables.tables(shown, with_share=True), *model_tables(shown)]
+        shown_tables = [*tables.tables(shown, with_share=True), *model_tables(shown), *own_table(shown)]
         print("\n\n".join(["", *(t.text() for t in shown_tables), tables.verdict(shown)]))
         if shown.left_out:
             print(f"left out: {len(shown.left_out)} cells, as {shown.left_out[0]['reason']}")

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.runtime.launch import Launch
 
 TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
-PORTABLE = "flexattn portable"
-"""The triton backend without its kernels for sm_90 or mma.sync, if it has such kernels for the GPU."""
+PORTABLE, HOPPER = "flexattn portable", "flexattn sm_90"
+"""The triton backend without its kernels for sm_90 or mma.sync, and with those for sm_90 in each call that they support."""
+NAMED = (AUTO, HOPPER)
+"""Implementations that are measured only if they are named, because they repeat kernels of the others."""
 MMA_CAPABILITIES = (80, 86, 89, 120)
 KERNELS = {
     "forward": ("forward", "_attn_fwd_kernel"),
@@ -146,10 +148,12 @@ def ours(device: str) -> list[Implementation]:
         for name, backend in backends.items()
     ]
     major, minor = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else (0, 0)
-    if (major, minor) == (9, 0) or 10 * major + minor in MMA_CAPABILITIES:
-        portable = with_wish("never", differentiable(functools.partial(attention_of, "triton")))
-        found.insert(1, Implementation(PORTABLE, version, portable, compiles=True))
-    if 10 * major + minor in MMA_CAPABILITIES:
+    capability, triton = 10 * major + minor, differentiable(functools.partial(attention_of, "triton"))
+    if capability == 90 or capability in MMA_CAPABILITIES:
+        found.insert(1, Implementation(PORTABLE, version, with_wish("never", triton), compiles=True))
+    if capability == 90:
+        found.append(Implementation(HOPPER, version, with_wish("always", triton), compiles=True))
+    if capability in MMA_CAPABILITIES:
         from flexattn.bench.mma import implementations
 
         found[1:1] = implementations(version)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import PUBLISHED, is_unseen
-from flexattn.bench.tables import Standing, Table, geometric_mean, is_ours, standings
+from flexattn.bench.tables import AUTO, Standing, Table, geometric_mean, is_ours, standings
 
 AHEAD, BEHIND = 1.02, 0.99
 
@@ -16,8 +16,8 @@ def has_models(record: Record) -> bool:
 
 
 def published(record: Record) -> dict[tuple[str, str], Standing]:
-    """Returns the standing of each cell of a published model in which flexattn and a peer were measured."""
-    found = {(s.workload, s.direction): s for s in standings(record)}
+    """Returns the standing of each cell of a published model in which `auto` and a peer were measured."""
+    found = {(s.workload, s.direction): s for s in standings(record, ours=AUTO)}
     return {cell: s for cell, s in found.items() if record.workloads[s.workload].group == PUBLISHED}
 
 
@@ -57,8 +57,19 @@ def _cell(record: Record, every: dict[tuple[str, str], Standing], name: str, dir
     s = every.get((name, direction))
     if s is not None:
         return [_us(s.ours.us), f"{s.speed:.3f}", s.peer.implementation]
-    ours = [row for row in record.of(name, direction).values() if is_ours(row.implementation)]
-    return ["-" if not ours else ours[0].status if ours[0].us is None else _us(ours[0].us), "-", "-"]
+    ours = record.of(name, direction).get(AUTO)
+    return ["-" if ours is None else ours.status if ours.us is None else _us(ours.us), "-", "-"]
+
+
+def own_table(record: Record) -> list[Table]:
+    """Returns the cells in which another implementation of flexattn is faster than `auto` by 2 % or more, without unseen shapes."""
+    rows = []
+    for name, direction in record.cells():
+        times = {n: row.us for n, row in record.of(name, direction).items() if is_ours(n) and row.us is not None}
+        fastest = min(times, key=lambda n: times[n], default=AUTO)
+        if AUTO in times and times[AUTO] >= AHEAD * times[fastest] and not is_unseen(record.workloads[name]):
+            rows.append((f"{name}, {direction}", [f"{times[AUTO] / times[fastest]:.3f}", fastest]))
+    return [Table("Time of auto, that of the fastest of flexattn's own being 1", ["time", "fastest"], rows)] if rows else []
 
 
 def _us(us: float | None) -> str:

@@ -29,7 +29,8 @@ PEERS_NOTE = (
     "SDPA flash gets bhsd views of bshd memory, SDPA efficient, cuDNN and math contiguous bhsd; FlexAttention contiguous bhsd, "
     "compiled for each shape (dynamic=False) with a BlockMask of the band and the documents, made beforehand; varlen_attn and "
     "flash-attn packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand "
-    "(in each call if a bias has gradients); cuEquivariance contiguous [b, n, h, s, d]"
+    "(in each call if a bias has gradients); FlexAttention has a dense bias with gradients in float32, so that their sum over "
+    "sequences is in float32; cuEquivariance contiguous [b, n, h, s, d]"
 )
 LONGEST_TRIANGLE = 3000  # tokens
 LARGEST_MASK = 2**31  # elements that create_block_mask may make uncompiled; compiling takes longer for small ones
@@ -223,6 +224,8 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
 
     def flex(workload: Workload, tensors: Tensors, direction: str) -> Any:
         attend = functools.partial(_flex_attention, flex_mode)
+        if direction != "forward" and tensors.dense_bias is not None:
+            tensors = tensors._replace(dense_bias=tensors.dense_bias.float())
         return differentiable(attend, contiguous_bhsd, back_to_tokens(workload))(workload, tensors, direction)
 
     def triangle(workload: Workload, tensors: Tensors, direction: str) -> Any:

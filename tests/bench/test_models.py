@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn.bench import command, page, peers, record, tables
+from flexattn.bench import command, implementations, page, peers, record, tables
 from flexattn.bench.check import Checker
 from flexattn.bench.counts import work
 from flexattn.bench.implementations import Implementation, Prepared, ours
 from flexattn.bench.inputs import Tensors, make_tensors
 from flexattn.bench.measure import measure
 from flexattn.bench.model_shapes import SHAPES
-from flexattn.bench.model_tables import cells_table, model_tables, summary
+from flexattn.bench.model_tables import cells_table, model_tables, own_table, summary
 from flexattn.bench.record import Row
 from flexattn.bench.run import Plan, run
 from flexattn.bench.shapes import WORKLOADS, Workload, is_unseen, scores_of, select
@@ -98,6 +98,25 @@ def test_flex_attention_gets_the_same_biases_and_masks(name: str, monkeypatch: p
     assert row.status == "checked", row
 
 
+def test_flex_attention_sums_gradients_of_a_bias_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    biases: list[Tensor | None] = []
+
+    def attend(mode: str, workload: Workload, tensors: Tensors) -> peers.Attend:
+        biases.append(tensors.dense_bias)
+        return lambda q, k, v: q
+
+    monkeypatch.setattr(peers, "_flex_attention", attend)
+    shape = named("swin-t-stage1").shortened(8)
+    [flex] = [i for i in peers.peers() if i.name == peers.FLEX]
+    for direction in ("forward", "backward"):
+        flex.prepare(shape, make_tensors(shape, "cpu"), direction)
+    forward, backward = biases
+    assert forward is not None
+    assert backward is not None
+    assert (forward.dtype, forward.requires_grad) == (torch.bfloat16, False)
+    assert (backward.dtype, backward.requires_grad) == (torch.float32, True)
+
+
 def triangle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
     """The arithmetic of cuEquivariance's documentation on [b, n, h, s, d]."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
@@ -160,6 +179,7 @@ def test_auto_is_the_column_of_the_preset() -> None:
     assert chosen("--preset", "models") == [tables.AUTO]
     assert tables.AUTO not in chosen("--preset", "small")
     assert chosen("--preset", "small", "--backends", "auto") == [tables.AUTO]
+    assert implementations.HOPPER not in chosen("--preset", "small", "--backends", "*")
 
 
 @pytest.fixture
@@ -194,6 +214,15 @@ def test_counts_of_a_run_by_hand(found: record.Record) -> None:
     assert list(unseen) == ["swin-t-stage1", "t5-base"]
     assert len(model_tables(found)) == 3
     assert not model_tables(found._replace(rows=[], workloads={}))
+
+
+def test_what_auto_leaves_is_named_but_not_of_unseen_shapes(found: record.Record) -> None:
+    assert own_table(found) == []
+    times = {"swin-t-stage1": 50.0, "swin-t-stage3": 80.0, "flux": 99.0}
+    own = [Row(implementations.PORTABLE, "1", f"models-{name}", "forward", "measured", us=us) for name, us in times.items()]
+    [table] = own_table(found._replace(rows=[*found.rows, *own]))
+    assert table.rows == [("models-swin-t-stage3, forward", ["1.250", "flexattn portable"])]
+    assert summary(found._replace(rows=[*found.rows, *own])).rows == summary(found).rows
 
 
 def test_the_page_has_the_run_if_there_is_one(found: record.Record) -> None:
