@@ -123,6 +123,7 @@ def runs_as_it_is(function: Any) -> None:
     frames = _compiler.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     frames.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True  # the strategy alone lets a compiled caller inline the function
 
 
 # Names whose modules `import torch` does not import.

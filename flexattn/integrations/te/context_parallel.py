@@ -137,7 +137,6 @@ def attend(ranks: Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Ten
 # torch.compile breaks its graph at these functions, because they look up plans and wait for other ranks.
 _NOT_TRACED: tuple[Any, ...] = (attend, Ranks.shared)
 for _function in _NOT_TRACED:
-    _function._torchdynamo_disable = True
     runs_as_it_is(_function)
 
 
