@@ -100,8 +100,8 @@ class _Walk:
         self.is_all_known = True  # no other place was read
         self.entries: list[tuple[Callable[..., Any], str, Any]] = []  # `get` of a dict, name, value
         self.cells: list[tuple[types.CellType, Any]] = []
-        self.functions: list[tuple[Any, ...]] = []  # with their code and defaults
-        self.partials: list[tuple[Any, ...]] = []  # with their parts
+        self.functions = []  # with their code and defaults
+        self.partials = []  # with their parts
         self.reads: list[_Read] = []
         self.sizes: list[tuple[Any, int]] = []  # values, and the number of their own attributes
 
@@ -408,11 +408,11 @@ class _Memo:
         if len(function.__dict__) != 1:  # MEMO
             return False
         for known, code, defaults, keywords in self.functions:
-            f = known or function
+            f: Any = known or function
             if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
                 return False
         for known, inner, args, keywords, size in self.partials:
-            p = known or function
+            p: Any = known or function
             if p.func is not inner or p.args is not args or p.keywords is not keywords or len(keywords) != size:
                 return False
         for cell, value in self.cells:
