@@ -100,8 +100,8 @@ class _Walk:
         self.is_all_known = True  # no other place was read
         self.entries: list[tuple[Callable[..., Any], str, Any]] = []  # `get` of a dict, name, value
         self.cells: list[tuple[types.CellType, Any]] = []
-        self.functions = []  # with their code and defaults
-        self.partials = []  # with their parts
+        self.functions: list[tuple[Any, ...]] = []  # with their code and defaults
+        self.partials: list[tuple[Any, ...]] = []  # with their parts
         self.reads: list[_Read] = []
         self.sizes: list[tuple[Any, int]] = []  # values, and the number of their own attributes
 
