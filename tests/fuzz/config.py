@@ -228,7 +228,7 @@ def draw_config(seed: int, where: Where) -> Config:
     config = config._replace(gives_out=Random(f"{seed} in memory").random() < 0.3)
     if "fp8" in where.without:
         return config
-    return _with_rare_backward(_with_fp8(config, Random(f"{seed} in FP8")), Random(f"{seed} of a rare backward"))
+    return _with_rare_backward(_with_fp8(config, Random(f"{seed} in FP8")), Random(f"{seed} with a rare backward"))
 
 
 def _with_fp8(config: Config, rng: Random) -> Config:
