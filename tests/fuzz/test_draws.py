@@ -99,7 +99,9 @@ def test_backwards_for_sm_90_that_few_calls_reach_are_drawn(name: str, monkeypat
     monkeypatch.setattr(families, "choose", choose)
     for c in drawn[:20]:
         where = c.where._replace(device="cpu")
-        config = c._replace(where=where, longest=(70, 70), layouts={}, batch=1, heads_kv=1, group=1, is_offset=False)
+        config = c._replace(
+            where=where, longest=(70, 70), layouts={}, batch=1, heads_kv=1, group=1, is_offset=False, max_seqlen="longest"
+        )
         calls = (Call(config, seed) for seed in range(40))
         call = next((x for x in calls if all(x.tensors[t].numel() > 64 * x.tensors[t].shape[-1] for t in "qkv")), None)
         if call is None:
