@@ -209,7 +209,8 @@ def test_a_failure_begins_with_the_error_that_led_to_it() -> None:
 def test_calls_of_a_configuration_differ_in_numbers_alone() -> None:
     """Nothing that decides which kernels are compiled: hundreds of calls share them."""
     where = ON_GPU._replace(without=frozenset({"sharing", "modes"}))
-    base = next(c for c in (draw_config(seed, where) for seed in count()) if c.dropout_p and "any" in c.window and not c.mask)
+    kind = (c for c in (draw_config(seed, where) for seed in count()) if c.dropout_p and "any" in c.window and not c.mask)
+    base = next(c for c in kind if not c.fp8)
     calls = [varied(base, seed) for seed in range(60)]
     assert len({c.dropout_p for c in calls}) == 4
     assert len({c.diagonal for c in calls}) == 3
