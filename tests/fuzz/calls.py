@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn import create_block_mask, fp8
 from flexattn.dispatch.spec import PACKINGS, Results, Window
-from tests.fuzz.config import ALL_SCORE_MODS, DIFFERENTIABLE, EXTREMES, FURTHEST_FOR_A_MOD, HUGE, WINDOWS, Config
+from tests.fuzz.config import ALL_SCORE_MODS, BLOCKS_OF_64, DIFFERENTIABLE, EXTREMES, FURTHEST_FOR_A_MOD, HUGE, WINDOWS, Config
 from tests.fuzz.layouts import draw_layout
 from tests.fuzz.mods import INTEGERS, MASK_MODS, SIZES, Drawn
 from tests.fuzz.oracle import Problem, Side
@@ -225,7 +225,9 @@ class Call:
         call |= {name: t[name] for name in (*others, *LENGTHS) if name in t}
         if c.fp8_of == "recipe":
             fmt = "HYBRID" if c.fp8 == "float8_e5m2" else "E4M3"
-            call["fp8_recipe"] = fp8.Recipe(fp8_format=fmt, granularity=c.recipe[0], rotation=c.recipe[1])
+            granularity, rotation = c.recipe
+            rows = {"granularity": "block", "block_rows": 64} if granularity == BLOCKS_OF_64 else {"granularity": granularity}
+            call["fp8_recipe"] = fp8.Recipe(fp8_format=fmt, rotation=rotation, **rows)
         if "page_table" in t:
             call |= {"k": t["pages_k"], "v": t["pages_v"], "max_seqlen_kv": self._rows[1]}
         for name, fmt, value in zip(("max_seqlen_q", "max_seqlen_kv"), self._formats, self._max_seqlens, strict=True):

@@ -24,6 +24,15 @@ DESCALES = ("none", "one", "heads", "one head", "sequences and heads", "sequence
 FP8_OF = ("keys", "keys", "all", "recipe")
 MOST_FP8_DIM = 256  # the largest head dim of keys in FP8 on Triton
 DIMS_OF_FP8_KERNELS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of q, k and of v, that kernels for sm_90 take
+BLOCKS_OF_64 = "blocks of 64"  # rows with a scale, half as many as the FP8 backwards for sm_90 take
+# Backwards for sm_90 that few calls reach: whether they are in FP8, the head dims of q and k and of v, whether they repeat to the
+# bit, and whether they take scores that are modified.
+RARE_BACKWARDS: dict[str, tuple[bool, tuple[int, ...], tuple[int, ...], bool, bool]] = {
+    "sm_90 fused 192": (False, tuple(range(136, 193, 8)), tuple(range(8, 129, 8)), False, False),
+    "sm_90 fused, dequantized": (True, tuple(range(16, 129, 16)), tuple(range(16, 129, 16)), False, True),
+    "sm_90 fused 192, dequantized": (True, tuple(range(144, 193, 16)), tuple(range(16, 129, 16)), False, False),
+    "sm_90 two-kernel, dequantized": (True, tuple(range(16, 257, 16)), tuple(range(16, 257, 16)), True, True),
+}
 FP8_BLOCK_MASK = (32, 64)  # block size of a block mask if Triton multiplies in FP8 and the drawn size is not a multiple of 32
 # Tensors that lie in one memory: side by side, or one in another.
 PACKINGS_OF_CALLS = ("", "", "", "k and v", "q, k and v", "v in k", "q is k is v")
@@ -97,7 +106,7 @@ class Config(NamedTuple):
     fp8: str = ""  # the dtype of k and v if it differs from q's; then no tensor needs a gradient
     fp8_of: str = ""  # of FP8_OF
     descales: tuple[str, str, str] = ("none", "none", "none")  # of q, k and v: names of DESCALES
-    recipe: tuple[str, bool] = ("tensor", False)  # its granularity, and whether it has a rotation
+    recipe: tuple[str, bool] = ("tensor", False)  # its granularity, or BLOCKS_OF_64, and whether it has a rotation
     gives_out: bool = False  # whether calls without gradients are given memory for out
     # Each call draws these fields again (`varied`):
     packing: str = ""  # one of PACKINGS_OF_CALLS, if the shapes allow it: strides of tensors that share memory
@@ -217,7 +226,9 @@ def draw_config(seed: int, where: Where) -> Config:
         config = config._replace(lengths_in="cu_seqlens", results=Results())
     config = config._replace(wants=frozenset()) if config.page_size else config
     config = config._replace(gives_out=Random(f"{seed} in memory").random() < 0.3)
-    return config if "fp8" in where.without else _with_fp8(config, Random(f"{seed} in FP8"))
+    if "fp8" in where.without:
+        return config
+    return _with_rare_backward(_with_fp8(config, Random(f"{seed} in FP8")), Random(f"{seed} with a rare backward"))
 
 
 def _with_fp8(config: Config, rng: Random) -> Config:
@@ -257,6 +268,33 @@ def _with_fp8(config: Config, rng: Random) -> Config:
         results=Results(),
         wants=config.wants if fp8_of == "recipe" else frozenset(),
     )
+
+
+def _with_rare_backward(config: Config, rng: Random) -> Config:
+    """Returns the configuration, and on a GPU now and then a variant whose backward is one of RARE_BACKWARDS."""
+    c = config
+    if (c.where.backend, c.where.device, c.kind) != ("triton", "cuda", "ordinary") or c.dtype not in HALF or rng.random() >= 0.1:
+        return c
+    is_fp8, dims_qk, dims_v, repeats, takes_modified = RARE_BACKWARDS[rng.choice(tuple(RARE_BACKWARDS))]
+    c = c._replace(
+        hopper="always",
+        deterministic=repeats,
+        head_dim_qk=rng.choice(dims_qk),
+        head_dim_v=rng.choice(dims_v),
+        wants=frozenset({"q", "k", "v"}),
+        page_size=0,
+        results=Results(),
+        extreme=None,
+        block_mask=None,
+        score_mod=None if c.extreme else c.score_mod,
+        fp8=rng.choice(["float8_e4m3fn", "float8_e5m2"]) if is_fp8 else "",
+        fp8_of="recipe" if is_fp8 else "",
+        recipe=(BLOCKS_OF_64, rng.random() < 0.3),
+        has_scale=c.has_scale and not is_fp8,
+    )
+    if takes_modified:
+        return c
+    return c._replace(bias_type="no_bias", score_mod=None, mask_mod=None, has_softcap=False, dropout_p=0.0)
 
 
 def varied(config: Config, seed: int) -> Config:

@@ -13,12 +13,17 @@ from torch import Tensor
 
 import flexattn
 from flexattn.dispatch import quantization
+from flexattn.kernels_triton import families
+from flexattn.kernels_triton.common.problem import Backward
 from tests.fuzz import plans
 from tests.fuzz.calls import Call
 from tests.fuzz.check import ALL_DIMS, CALLS, EAGER, ON_GPU, check_by_name, config_of
-from tests.fuzz.config import Config, draw_config, features, varied
+from tests.fuzz.config import BLOCKS_OF_64, RARE_BACKWARDS, Config, draw_config, features, varied
+from tests.fuzz.modes import attend
 from tests.fuzz.run import ROOT, Plan, names, run, told
+from tests.support.gluon_calls import without_gpu
 from tests.support.guarded_memory import Allocations, guarded_allocations
+from tests.support.hopper_fp8_calls import on_sm_90
 
 ENOUGH = 60  # each defect shows among so many drawn calls of a kind
 
@@ -64,6 +69,49 @@ def test_a_gpu_gets_all_head_dims_and_features() -> None:
     assert {c.head_dim_qk for c in configs if c.fp8_of in ("all", "recipe")} == {
         dim for dim in ALL_DIMS if dim <= 256 and dim % 16 == 0
     }
+
+
+@without_gpu
+@pytest.mark.parametrize("name", RARE_BACKWARDS)
+def test_backwards_for_sm_90_that_few_calls_reach_are_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is reached, in a short call."""
+    is_fp8, dims_qk, dims_v, repeats, takes_modified = RARE_BACKWARDS[name]
+
+    def is_drawn(c: Config) -> bool:
+        is_rare = c.hopper == "always" and c.wants == {"q", "k", "v"} and c.deterministic is repeats
+        is_plain = not (c.bias_type != "no_bias" or c.score_mod or c.mask_mod or c.has_softcap or c.dropout_p)
+        kind = c.recipe[0] == BLOCKS_OF_64 if is_fp8 else not c.fp8 and c.recipe[0] == BLOCKS_OF_64
+        return is_rare and kind and bool(c.fp8) == is_fp8 and c.head_dim_qk in dims_qk and (is_plain or takes_modified)
+
+    drawn = [c for seed in range(4000) if is_drawn(c := draw_config(seed, ON_GPU)) and (is_fp8 or c.head_dim_v in dims_v)]
+    assert len(drawn) > 10
+    on_sm_90(monkeypatch)
+    reached: list[str] = []
+    right = families.choose
+
+    def choose(call: Any, policy: Any) -> Any:
+        is_backward = isinstance(call, Backward)
+        if is_backward:
+            reached.append(right(call, policy).family.name)
+        portable = (families.BACKWARDS if is_backward else families.FORWARDS)[call.problem.is_fp8][-1]
+        return families.Choice(portable, portable.tile(call), "", ())
+
+    monkeypatch.setattr(families, "choose", choose)
+    for c in drawn[:20]:
+        where = c.where._replace(device="cpu")
+        config = c._replace(
+            where=where, longest=(70, 70), layouts={}, batch=1, heads_kv=1, group=1, is_offset=False, max_seqlen="longest"
+        )
+        calls = (Call(config, seed) for seed in range(40))
+        call = next((x for x in calls if all(x.tensors[t].numel() > 64 * x.tensors[t].shape[-1] for t in "qkv")), None)
+        if call is None:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            attend(call)
+        if name in reached:
+            break
+    assert name in reached
 
 
 @pytest.mark.parametrize("packing", ["k and v", "q, k and v", "v in k", "q is k is v"])
@@ -161,7 +209,8 @@ def test_a_failure_begins_with_the_error_that_led_to_it() -> None:
 def test_calls_of_a_configuration_differ_in_numbers_alone() -> None:
     """Nothing that decides which kernels are compiled: hundreds of calls share them."""
     where = ON_GPU._replace(without=frozenset({"sharing", "modes"}))
-    base = next(c for c in (draw_config(seed, where) for seed in count()) if c.dropout_p and "any" in c.window and not c.mask)
+    kind = (c for c in (draw_config(seed, where) for seed in count()) if c.dropout_p and "any" in c.window and not c.mask)
+    base = next(c for c in kind if not c.fp8)
     calls = [varied(base, seed) for seed in range(60)]
     assert len({c.dropout_p for c in calls}) == 4
     assert len({c.diagonal for c in calls}) == 3

@@ -17,15 +17,14 @@ from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.gluon import forward_partition, forward_work
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import backward_fused_192 as hopper_fused_192
-from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands, fused_consumer
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
+from flexattn.kernels_triton.hopper import fused_consumer
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs, reference_attention
 from tests.support import fp8_calls, inject
@@ -38,6 +37,7 @@ from tests.support.hopper_fp8_calls import (
     check_backward,
     check_forward,
     fp8_call,
+    on_sm_90,
     run_backward,
     run_forward,
     spans,
@@ -96,14 +96,6 @@ def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head"
     # A persistent kernel waits for a block's last q when it loads k and v. It waits again when it loads the next data there.
     harmless = HARMLESS | ({"phase-repeat"} if inputs.get("is_persistent") else set())
     assert {finding.kind for finding in report.findings} <= harmless, f"seed {seed}: {report}"
-
-
-def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets calls on a CPU take the backwards of sm_90, whatever was measured."""
-    for module in (fp8_backward_operands, conditions, families):
-        monkeypatch.setattr(module, "capability_of", lambda device: 90)
-    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
-    monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))
 
 
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]

@@ -8,12 +8,16 @@ from types import ModuleType
 from typing import Literal, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.gluon.fp8_operands import BLOCK
+from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
@@ -193,6 +197,14 @@ def _codes(
     if scale.is_blockwise:
         every = every.repeat_interleave(scale.block_rows, 1)[:, :length]
     return rows, every[..., None].expand(*rows.shape[:2], 1)
+
+
+def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets calls on a CPU take the backwards of sm_90, whatever was measured."""
+    for module in (fp8_backward_operands, conditions, families):
+        monkeypatch.setattr(module, "capability_of", lambda device: 90)
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
+    monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))
 
 
 class Fp8Backward(NamedTuple):
