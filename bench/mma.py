@@ -29,7 +29,7 @@ from flexattn.bench.implementations import (
 )
 from flexattn.bench.inputs import Tensors, arguments_of
 from flexattn.bench.record import Record
-from flexattn.bench.shapes import OLDER, Workload, title_of
+from flexattn.bench.shapes import MODS, OLDER, Workload, title_of
 from flexattn.bench.tables import Table, geometric_mean
 
 if TYPE_CHECKING:
@@ -119,6 +119,11 @@ def tile_implementations(version: str) -> list[Implementation]:
             prepare = functools.partial(_prepare_tile, kind, text)
             found[name] = Implementation(name, version, prepare, compiles=True, serves=functools.partial(_serves, kind, text))
     return list(found.values())
+
+
+def is_beside_flex(workload: Workload, direction: str) -> bool:
+    """Returns whether a cell of the preset `older` has a row of FlexAttention, whose compilation takes most of the time."""
+    return workload.group == MODS or (workload.group in ("sweep", OLDER) and workload.seqlen_q == max(SWEPT_SEQLENS))
 
 
 def _serves(kind: str, text: str, workload: Workload, direction: str) -> bool:
