@@ -3,7 +3,7 @@
     python -m tests.device.older --as sm_80 --minutes 7 --out FOLDER
     python -m tests.device.older --as sm_89 --minutes 5 --out FOLDER
 
-FOLDER gets `device_mma_TARGET_tests.json`, `device_mma_TARGET_calls.json`, `mma_TARGET_GPU.json` and their logs. Each program writes
+FOLDER gets `device_mma_TARGET_tests.json`, `device_mma_TARGET_calls.json`, `mma_TARGET_GPU.json` and logs. Each program writes
 its file as it runs, and ends in its share of the time, or is killed a little later.
 """
 
