@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexattn.bench import command, mma, page, record, rows
-from flexattn.bench.implementations import PORTABLE
+from flexattn.bench.implementations import PORTABLE, Unavailable
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.record import Record, Row
 from flexattn.bench.shapes import OLDER, WORKLOADS, Workload, select, sweep, windowed
@@ -85,6 +85,15 @@ def test_flex_attention_is_measured_in_some_cells() -> None:
     cells = [(w, d) for w in select([OLDER]) for d in ("forward", "backward") if flex.serves(w, d)]
     assert len(cells) == 2 * (6 + 8 + 3)
     assert any(i.name.startswith(mma.TILES) for i in chosen)
+
+
+def test_a_cell_that_other_kernels_would_run_says_why() -> None:
+    """Here the interpreter runs the call, which runs no Gluon."""
+    workload = WORKLOADS["small-s128"]._replace(num_heads=1, num_heads_kv=1)
+    tensors = make_tensors(workload, "cpu")
+    for direction in ("forward", "backward"):
+        with pytest.raises(Unavailable, match=r"mma\.sync.*: .*interpreter"):
+            mma._prepare({}, workload, tensors, direction)
 
 
 def test_candidates_are_timed_in_plain_cells_of_the_sweep() -> None:

@@ -161,9 +161,9 @@ def test_only_who_asks_for_it_gets_it(wish: str, capability: tuple[int, int], mo
     spec = spec_to_run(x, settings)._replace(device_type="cuda", capability=capability)
     text = explain(spec, "triton", x).details
     said = {
-        "auto": "not mma.sync: it was compiled and emulated, and never run on a GPU; FLEXATTN_HOPPER=always runs it",
+        "auto": "not mma.sync: it was compiled and emulated, and never run on such a GPU; FLEXATTN_HOPPER=always runs it",
         "never": "FLEXATTN_HOPPER=never",
-        "always": "  mma.sync: FLEXATTN_HOPPER=always; it was compiled and emulated, and never run on a GPU",
+        "always": "  mma.sync: FLEXATTN_HOPPER=always; it was compiled and emulated, and never run on such a GPU",
     }
     assert said[wish] in text
     assert ("forward: triton (mma.sync)" in text) == (wish == "always")
