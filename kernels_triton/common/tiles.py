@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 SHORT = 1024
-"""The one length that selects a kernel: a configuration is compiled at most twice, for longer and for shorter sequences."""
+"""A configuration is compiled for longer sequences, for others and for FEW queries. No other length selects a kernel."""
 
 FEW = 16
 """Most queries for `Row.few`, those of all heads of a key head together: the rows of the smallest product."""
