@@ -34,13 +34,14 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
     probabilities,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import product_layout, rows_layout, swizzled
 from flexattn.kernels_triton.mma.copies import copy_block
-from flexattn.kernels_triton.mma.dq_sums import add_to_sums, convert_dq
+from flexattn.kernels_triton.mma.dq_sums import add_to_sums
 from flexattn.kernels_triton.mma.dropout import keeps
 from flexattn.kernels_triton.mma.tiles import MmaBackwardTile, backward_tile
 from flexattn.kernels_triton.runtime.device import Tile
@@ -330,7 +331,7 @@ def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:
     )
     launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.q_stages)
     launch(_attn_bwd_mma_kernel, programs, x.device, launch_tile, (arguments, x.mods, meta))
-    convert_dq(x, dq_sums, tiles, tile.block_m, call.dq)
+    convert_dq(x, dq_sums, tiles, tile.block_m, call.dq, in_cores=True)
     if x.has_lengths:
         zero_padding(x, call.dq, "q")
         zero_padding(x, call.dk, "kv")
