@@ -51,7 +51,7 @@ class Row(NamedTuple):
     # If measured to be faster, or if it avoids spills, and nothing is loaded:
     open: Tile | None = None  # for a band that is open on both sides: no block is cut, so larger blocks waste nothing
     short: Tile | None = None  # for at most SHORT queries and keys: two small programs hide each other's latency at their ends
-    few: Tile | None = None  # of a forward for at most FEW queries: programs wait for keys, and small ones hide each other's waits
+    few: Tile | None = None  # for a forward of at most FEW queries: small programs hide each other's waits for keys
 
 
 SHORT = 1024
