@@ -169,11 +169,13 @@ def jobs_of(head_dims: Sequence[int], kernels: Sequence[str], masks: Sequence[st
 
 
 def _committed(kernel: str, head_dim: int, is_causal: bool, sm: int) -> Tile:
-    from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, select_tile, split_head_dim
+    from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, row_of, select_tile, split_head_dim
 
     if kernel == "one_grid":
         return ONE_GRID
     parts = split_head_dim(head_dim)
+    if kernel == "decode" and (few := row_of(FORWARD, sm, 2, 2 * sum(parts)).few):
+        return few
     return select_tile(
         {"forward": FORWARD, "decode": FORWARD, "dq": DQ, "dkdv": DKDV}[kernel.partition("+")[0]],
         sm,
@@ -818,6 +820,12 @@ def choose(rows: Sequence[Mapping[str, Any]], kernel: str, head_dim: int, sm: in
     return Chosen(tile, None if open_tile == tile else open_tile, None if short == tile else short, loaded)
 
 
+def choose_few(rows: Sequence[Mapping[str, Any]], head_dim: int, sm: int) -> str | None:
+    """Returns the fastest tile for few queries. It has two stages or more, because its row also serves head dims in two parts."""
+    cells = [f"full s{length}@{sm}" for length in (1024, 4096)]
+    return fastest({tile: x for tile, x in scores(rows, "decode", head_dim, cells).items() if not tile.endswith("x1")}, None)
+
+
 CAPABILITIES = {80: "80", 89: "(86, 89, 120)"}
 """The devices whose rules a time with an occupancy supports."""
 
@@ -887,7 +895,8 @@ def _with_chosen(committed: Sequence[Row], rows: Sequence[Mapping[str, Any]], ke
         chosen = choose(rows, kernel, _HEAD_DIM_OF_ROW[width], sm) if width in _HEAD_DIM_OF_ROW else None
         if chosen is not None and chosen.tile is not None:
             tiles: dict[str, Any] = {name: tile and parse_tile(tile) for name, tile in chosen._asdict().items()}
-            row = row._replace(**tiles | {"loaded": tiles["loaded"] or row.loaded})
+            few = choose_few(rows, _HEAD_DIM_OF_ROW[width], sm) if kernel == "forward" else None
+            row = row._replace(**tiles | {"loaded": tiles["loaded"] or row.loaded, "few": few and parse_tile(few)})
         if found and found[-1][1:] == row[1:]:
             found.pop()
         found.append(row)

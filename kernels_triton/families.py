@@ -17,7 +17,7 @@ from flexattn.kernels_triton.common.crossovers import Facts, Rule
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
-from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, SPLIT_PROGRAMS
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
@@ -228,9 +228,10 @@ PORTABLE_BACKWARD = Family[Backward](
 )
 
 
-def _gluon_splits(kernels: Any, call: Forward, tile: Any) -> Splits:
-    group = _gluon("conditions").heads_of_a_tile(call.problem, tile)
-    return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
+def _gluon_splits(call: Forward, tile: Any, programs: int = 1) -> Splits:
+    conditions = _gluon("conditions")
+    group = conditions.heads_of_a_tile(call.problem, tile)
+    return splits_of(call.problem, *conditions.tiles_and_room(call.problem, tile, group, programs))
 
 
 HOPPER_FORWARD = Family[Forward](
@@ -240,7 +241,7 @@ HOPPER_FORWARD = Family[Forward](
     tile=lambda call: _hopper("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=lambda call, tile: _gluon_splits(_hopper("forward"), call, tile),
+    splits=_gluon_splits,
     facts=lambda call: _hopper("conditions").forward_facts(call.problem),
     capabilities=frozenset((90,)),
 )
@@ -253,7 +254,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
     tile=lambda call: _hopper("conditions").wide_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
-    splits=lambda call, tile: _gluon_splits(_hopper("wide_forward"), call, tile),
+    splits=_gluon_splits,
     capabilities=frozenset((90,)),
 )
 
@@ -315,7 +316,7 @@ BLACKWELL_FORWARD = Family[Forward](
     tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=lambda call, tile: _gluon_splits(_blackwell("forward"), call, tile),
+    splits=_gluon_splits,
     capabilities=frozenset((100,)),
     has_run=False,
 )
@@ -328,7 +329,7 @@ MMA_FORWARD = Family[Forward](
     tile=lambda call: _mma("tiles").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=lambda call, tile: _gluon_splits(_mma("forward"), call, tile),
+    splits=lambda call, tile: _gluon_splits(call, tile, SPLIT_PROGRAMS),
     capabilities=frozenset((80, 86, 89, 120)),
     has_run=MMA_HAS_RUN,
 )
@@ -482,7 +483,6 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
     tile=lambda call: _hopper("fp8_backward").tile_of(call.problem),
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
-    # Faster than the 16-bit kernels, even without the time for a dequantisation (bench/results/fp8_kernels_h200.json)
     rules="sm_90 two-kernel",
     capabilities=frozenset((90,)),
 )

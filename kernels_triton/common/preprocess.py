@@ -26,16 +26,9 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.statistics_tiles import place_of_program, statistics_tile
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
-from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.common.tiles import PREPROCESS, PREPROCESS_OF_FP8, PREPROCESS_OF_WIDE_FP8, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
-
-# 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of a backward of 512 to 2048 tokens
-# (bench/results/small_kernels_h200.json).
-_TILE = Tile(32, 64, 4, 1)
-_TILE_OF_FP8 = Tile(128, 64, 8, 1)  # for a program that quantises dout
-_TILE_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # for wide heads: a larger tile in registers would leave room for few programs
 
 
 @triton.jit
@@ -235,10 +228,10 @@ def tiled_statistics(call: Backward, size: int, *, with_dq_sums: bool = False, w
 
 def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatistics, size: int = 0) -> None:
     x, out, dout, dsoftmax_offset = call.problem, call.out, call.dout, call.dsoftmax_offset
-    quantises, dout8, tile, program_rows = x.dout_is_to_come, dout, _TILE, _TILE.block_m
+    quantises, dout8, tile, program_rows = x.dout_is_to_come, dout, PREPROCESS, PREPROCESS.block_m
     if quantises:
         program_rows = x.scale_rows  # a program computes one scale
-        dout, tile = x.copies16[0], _TILE_OF_FP8 if x.v.shape[-1] <= 64 else _TILE_OF_WIDE_FP8
+        dout, tile = x.copies16[0], PREPROCESS_OF_FP8 if x.v.shape[-1] <= 64 else PREPROCESS_OF_WIDE_FP8
     meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
     if quantises:  # 8 elements a thread for FP8 too, so that a thread keeps the elements that it loaded
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))

@@ -24,10 +24,10 @@ from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, 
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, slots_of_heads, split_head_dim
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_keys, cut_key_lists, key_block
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_room
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Results
-from flexattn.kernels_triton.gluon.forward_launch import Cut, number_of_tiles
+from flexattn.kernels_triton.gluon.forward_launch import Cut
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,
@@ -65,7 +65,7 @@ from flexattn.kernels_triton.mma.copies import Head, copy_keys, copy_queries
 from flexattn.kernels_triton.mma.dropout import kept
 from flexattn.kernels_triton.mma.products import add_product, at, load_operand, product_of_rows
 from flexattn.kernels_triton.mma.tiles import MmaTile, forward_tile
-from flexattn.kernels_triton.runtime.device import Tile, num_processors
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
@@ -303,11 +303,6 @@ def _attn_fwd_mma_kernel(args: MmaArguments, MODS: gl.constexpr, META: gl.conste
         _compute_tile(tile_of_work(t, gl.num_programs(0), args.call, META), args, MODS, META)
 
 
-def tiles_and_room(problem: Problem, tile: MmaTile, group: int) -> tuple[int, int]:
-    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
-    return number_of_tiles(problem, tile, group), SPLIT_PROGRAMS * num_processors(problem.device)
-
-
 def mma_forward(
     problem: Problem,
     out: Tensor,
@@ -321,7 +316,7 @@ def mma_forward(
     x = problem
     tile = tile or forward_tile(x)
     group = heads_of_a_tile(x, tile) if group is None else group
-    tiles, room = tiles_and_room(x, tile, group)
+    tiles, room = tiles_and_room(x, tile, group, SPLIT_PROGRAMS)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     queries = tile.block_m // slots_of_heads(group)
     planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)

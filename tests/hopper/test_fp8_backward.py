@@ -176,12 +176,15 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "dk and dv: too few bytes are expected": (hopper_fp8_backward, with_argument("mbarrier.expect(BYTES)", 1, "Q_BYTES")),
     "dk and dv: q is released before dk has read it": (
         dkdv_consumer,
-        move("arrive(ds_empty)", before="warpgroup_mma_wait([dv, dk, p16, ds])", within="consume_dkdv"),
+        move("arrive(ds_empty)", before="warpgroup_mma_wait([dv, dk, p16, ds])", within="_consume_dkdv_rows"),
     ),
-    "dk and dv: the gradients are stored without a fence": (dkdv_consumer, drop("fence_async_shared()", within="consume_dkdv")),
+    "dk and dv: the gradients are stored without a fence": (
+        dkdv_consumer,
+        drop("fence_async_shared()", within="_consume_dkdv_rows"),
+    ),
     "d 256: q in a half type is read before it has come": (dkdv_consumer, drop("wait(ds_full)")),
     "d 256: p is read before the other warpgroup has written it": (dkdv_consumer, drop("named_barrier_sync(P_WRITTEN)")),
-    "d 256: q in a half type is overwritten while it is read": (hopper_fp8_backward, drop("wait(q16_empty)")),
+    "d 256: q in a half type is overwritten while it is read": (hopper_fp8_backward, drop("wait(ds_empty)", within="_dkdv_load")),
 }
 
 
