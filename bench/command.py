@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 import flexattn
-from flexattn.bench import record, tables
+from flexattn.bench import mma, record, tables
 from flexattn.bench.implementations import EAGER, NAMED, TRITON, Implementation, ours
 from flexattn.bench.model_tables import model_tables, own_table
-from flexattn.bench.peers import FLEX_MODE, peers
+from flexattn.bench.peers import FLEX, FLEX_MODE, peers
 from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
-from flexattn.bench.shapes import DIRECTIONS, PRESETS, PUBLISHED, WORKLOADS, Workload, is_unseen, select
+from flexattn.bench.shapes import DIRECTIONS, OLDER, PRESETS, PUBLISHED, WORKLOADS, Workload, is_unseen, select
 from flexattn.cli import Parser, program
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
@@ -201,10 +201,10 @@ def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[
                 accepted = ", ".join(name.removeprefix(prefix) for name in pool)
                 raise ValueError(f"nothing to measure on {device} is called {pattern!r}; accepted: {accepted}")
             chosen |= {name: everyone[name] for name in found}
+    if args.preset == OLDER and FLEX in chosen:
+        chosen[FLEX] = chosen[FLEX]._replace(serves=mma.is_beside_flex)
     if args.mma_tiles:
-        from flexattn.bench.mma import tile_implementations
-
-        chosen |= {i.name: i for i in tile_implementations(flexattn.__version__)}
+        chosen |= {i.name: i for i in mma.tile_implementations(flexattn.__version__)}
     return list(chosen.values())
 
 

@@ -17,6 +17,7 @@ from flexattn.testing import Inputs, make_call, reference_attention, reference_g
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.problem import Problem
+    from flexattn.kernels_triton.runtime.device import Tile
     from flexattn.kernels_triton.runtime.launch import Launch
 
 DEVICE = "cuda"
@@ -49,8 +50,6 @@ class Job(NamedTuple):
 
 def jobs_of(head_dims: Sequence[int], kernels: Sequence[str], masks: Sequence[str]) -> list[Job]:
     """Returns all candidates, each cell's committed tiles first; cells in the order of the arguments."""
-    from flexattn.kernels_triton.common.tiles import ONE_GRID
-
     jobs: list[Job] = []
     groups = (("forward", "dq", "dkdv"), ("one_grid", "decode"), ("forward+bias", "dq+bias", "dkdv+bias"))
     for group, head_dim, mask in itertools.product(groups, head_dims, masks):
@@ -60,11 +59,20 @@ def jobs_of(head_dims: Sequence[int], kernels: Sequence[str], masks: Sequence[st
             job = Job(kernel, head_dim, mask == "causal", "")
             table = "forward" if kernel == "decode" else job.base
             call = workload_of(*job.cell, 4096)
-            own = {sm: tile_name(ONE_GRID if kernel == "one_grid" else committed_tile(table, call, sm)) for sm in (80, 86)}
+            own = {sm: tile_name(_committed(kernel, table, call, sm)) for sm in (80, 86)}
             space = OLDER_SPACE[kernel][64 if head_dim <= 64 else 128 if head_dim <= 128 else 256].split()
             tiles = dict.fromkeys([*own.values(), *space])
             jobs += [job._replace(tile=tile, committed=tuple(sm for sm in own if own[sm] == tile)) for tile in tiles]
     return jobs
+
+
+def _committed(kernel: str, table: str, call: Workload, sm: int) -> Tile:
+    from flexattn.kernels_triton.common.tiles import FORWARD, ONE_GRID, row_of, split_head_dim
+
+    if kernel == "one_grid":
+        return ONE_GRID
+    few = row_of(FORWARD, sm, 2, 2 * sum(split_head_dim(call.head_dim_qk))).few if kernel == "decode" else None
+    return few or committed_tile(table, call, sm)
 
 
 def workload_of(kernel: str, head_dim: int, is_causal: bool, length: int) -> Workload:

@@ -71,6 +71,12 @@ def choose(rows: Rows, kernel: str, head_dim: int, sm: int) -> Chosen:
     return Chosen(tile, None if open_tile == tile else open_tile, None if short == tile else short, loaded)
 
 
+def choose_few(rows: Rows, head_dim: int, sm: int) -> str | None:
+    """Returns the fastest tile for few queries. It has two stages or more, because its row also serves head dims in two parts."""
+    cells = [f"full s{length}@{sm}" for length in (1024, 4096)]
+    return fastest({tile: x for tile, x in scores(rows, "decode", head_dim, cells).items() if not tile.endswith("x1")}, None)
+
+
 def summary(rows: Rows) -> list[str]:
     """Returns a line for each cell and occupancy: the fastest tile, and the time of the committed one beside its time."""
     lines = []
@@ -154,7 +160,8 @@ def _with_chosen(committed: Sequence[Row], rows: Rows, kernel: str, sm: int) -> 
         chosen = choose(rows, kernel, _HEAD_DIM_OF_ROW[width], sm) if width in _HEAD_DIM_OF_ROW else None
         if chosen is not None and chosen.tile is not None:
             tiles: dict[str, Any] = {name: tile and parse_tile(tile) for name, tile in chosen._asdict().items()}
-            row = row._replace(**tiles | {"loaded": tiles["loaded"] or row.loaded})
+            few = choose_few(rows, _HEAD_DIM_OF_ROW[width], sm) if kernel == "forward" else None
+            row = row._replace(**tiles | {"loaded": tiles["loaded"] or row.loaded, "few": few and parse_tile(few)})
         if found and found[-1][1:] == row[1:]:
             found.pop()
         found.append(row)

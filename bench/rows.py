@@ -114,7 +114,7 @@ def tile_rows(name: str, record: Record) -> list[str]:
 
 def _row_code(row: Row) -> str:
     fields = [str(row.head_dims), _tile_code(row.tile), _tile_code(row.loaded)]
-    fields += [f"{name}={_tile_code(tile)}" for name, tile in (("open", row.open), ("short", row.short)) if tile is not None]
+    fields += [f"{name}={_tile_code(tile)}" for name in ("open", "short", "few") if (tile := getattr(row, name)) is not None]
     return f"Row({', '.join(fields)})"
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -42,6 +43,9 @@ CASES: dict[str, Case] = {
     "plain causal, 512 tokens": case(32, 512, 16, 128, attn_mask_type="causal"),
     "plain FP8 causal, d 128": case(2, 4096, 16, 128, attn_mask_type="causal", fp8=True),
     "plain FP8 causal, deterministic": case(2, 4096, 16, 128, attn_mask_type="causal", fp8=True, deterministic=True),
+    "plain FP8 full, d 64": case(2, 4096, 32, 64, fp8=True),
+    "plain FP8 causal, d 192 and 128": case(2, 4096, 16, 192, d_v=128, attn_mask_type="causal", fp8=True),
+    "plain FP8 causal, d 256": case(2, 4096, 8, 256, attn_mask_type="causal", fp8=True),
     "plain causal, d 192 and 128": case(2, 4096, 16, 192, d_v=128, attn_mask_type="causal"),
     "plain decode": case(32, 8192, 32, 128, h_kv=8, sq=1),
     "bias [1, h, s, s], d 128": case(2, 4096, 16, 128, bias=(1, 16, 4096, 4096), bias_type="post_scale_bias"),
@@ -189,9 +193,11 @@ def compare(this: Checkout, other: Checkout, name: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
+    start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--other", type=Path, help="the root of the other checkout")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--out", type=Path, help="where the JSON is written")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -207,7 +213,7 @@ def main() -> int:
     this, other = Checkout(Path(__file__).resolve().parent.parent), Checkout(options.other)
     run = Run("flexattn.bench.two_trees", __doc__, options.out)
     for name in CASES:
-        if options.only in name:
+        if options.only in name and time.monotonic() - start < options.seconds:
             for row in compare(this, other, name):
                 run.add(row, f"{row['status']:8} {row['ratio']:6.3f} {row['this']['us']:9.1f} us {row['direction']:8} {name}")
     return run.status()

@@ -21,7 +21,7 @@ from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, SP
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
-_NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
+_NEVER_RAN = "it was compiled and emulated, and never run on such a GPU"
 
 MMA_HAS_RUN = False
 """Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""

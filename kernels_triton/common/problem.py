@@ -27,6 +27,7 @@ from flexattn.kernels_triton.common.arguments import (
 )
 from flexattn.kernels_triton.common.features import Features, with_features
 from flexattn.kernels_triton.common.tiles import (
+    FEW,
     FORWARD,
     LATENT,
     SHORT,
@@ -34,7 +35,9 @@ from flexattn.kernels_triton.common.tiles import (
     SPLIT_PIECE,
     Table,
     cdiv,
+    row_of,
     select_tile,
+    slots_of_heads,
     split_head_dim,
 )
 from flexattn.kernels_triton.runtime.call_numbers import LARGE_SOFTCAP
@@ -344,11 +347,13 @@ class Problem:
     def tile(self, table: Table, capability: int | None = None) -> Tile:
         """Returns the committed tile for this problem, for its own device or for one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
-        tile = select_tile(
+        head_dims = LATENT if table is FORWARD and self.is_latent else self.head_dims
+        few = row_of(table, capability, self.q.element_size(), head_dims).few if self._has_few_queries else None
+        tile = few or select_tile(
             table,
             capability,
             self.q.element_size(),
-            LATENT if table is FORWARD and self.is_latent else self.head_dims,
+            head_dims,
             is_whole=not (self._parts(self.q)[1] or self._parts(self.v)[1]),
             is_loaded=self.is_loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
@@ -357,6 +362,10 @@ class Problem:
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
+
+    @property
+    def _has_few_queries(self) -> bool:
+        return not self.is_loaded and not self.is_batch_invariant and self.longest_q * slots_of_heads(self.group_size) <= FEW
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """Returns the constants of a kernel with this tile that also accesses the tensors `others`."""

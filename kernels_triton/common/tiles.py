@@ -51,10 +51,14 @@ class Row(NamedTuple):
     # If measured to be faster, or if it avoids spills, and nothing is loaded:
     open: Tile | None = None  # for a band that is open on both sides: no block is cut, so larger blocks waste nothing
     short: Tile | None = None  # for at most SHORT queries and keys: two small programs hide each other's latency at their ends
+    few: Tile | None = None  # for a forward of at most FEW queries: small programs hide each other's waits for keys
 
 
 SHORT = 1024
-"""The one length that selects a kernel: a configuration is compiled at most twice, for longer and for shorter sequences."""
+"""A configuration is compiled for longer sequences, for others and for FEW queries. No other length selects a kernel."""
+
+FEW = 16
+"""Most queries for `Row.few`, those of all heads of a key head together: the rows of the smallest product."""
 
 
 # By (compute capability, bytes of an element). A device uses the rows of the newest capability that is not newer than its own. A
@@ -70,20 +74,21 @@ FORWARD: Table = {
     (INTERPRETER, 2): _SMALL,
     (INTERPRETER, 4): _SMALL,
     (80, 2): (
-        Row(192, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-        Row(256, Tile(128, 64, 4, 2), Tile(128, 32, 8, 2)),
-        Row(320, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
-        Row(384, Tile(64, 64, 4, 2), Tile(64, 16, 4, 2)),
-        Row(512, Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)),
+        Row(192, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), few=Tile(16, 64, 4, 3)),
+        Row(256, Tile(128, 64, 4, 2), Tile(128, 32, 8, 2), few=Tile(16, 32, 4, 3)),
+        Row(320, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), few=Tile(16, 32, 4, 3)),
+        Row(384, Tile(64, 64, 4, 2), Tile(64, 16, 4, 2), few=Tile(16, 32, 4, 3)),
+        Row(512, Tile(64, 64, 4, 1), Tile(32, 32, 4, 2), few=Tile(16, 64, 4, 2)),
         Row(640, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
         Row(1088, Tile(64, 16, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (86, 2): (
-        Row(192, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-        Row(256, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), open=Tile(128, 32, 4, 2)),
-        Row(320, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
-        Row(384, Tile(128, 64, 8, 2), Tile(64, 16, 4, 2)),
-        Row(512, Tile(64, 64, 4, 1), Tile(64, 32, 8, 2)),
+        Row(128, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), few=Tile(16, 64, 4, 3)),
+        Row(192, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), few=Tile(16, 32, 4, 3)),
+        Row(256, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), open=Tile(128, 32, 4, 2), few=Tile(16, 32, 4, 3)),
+        Row(320, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), few=Tile(16, 32, 4, 2)),
+        Row(384, Tile(128, 64, 8, 2), Tile(64, 16, 4, 2), few=Tile(16, 32, 4, 2)),
+        Row(512, Tile(64, 64, 4, 1), Tile(64, 32, 8, 2), few=Tile(16, 32, 4, 2)),
         Row(640, Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
         Row(1088, Tile(32, 16, 8, 2), Tile(16, 32, 8, 1)),
     ),
@@ -267,6 +272,12 @@ BIAS_GRADIENT: Table = {
 }
 
 
+def row_of(table: Table, capability: int, element_size: int, head_dims: int) -> Row:
+    """Returns the row that serves `Problem.head_dims` on a device."""
+    newest = max(sm for sm, size in table if size == element_size and sm <= capability)
+    return next(row for row in table[newest, element_size] if head_dims <= row.head_dims)
+
+
 def select_tile(
     table: Table,
     capability: int,
@@ -278,13 +289,12 @@ def select_tile(
     is_open: bool,
     length: int,
 ) -> Tile:
-    """Returns the committed tile of a problem.
+    """Returns the committed tile of a problem with more than FEW queries.
 
     head_dims: `Problem.head_dims`. is_whole: each head dim is one part. is_loaded: the problem has a bias or dropout. is_open: its
     band is open on both sides. length: its longest sequence, of queries or of keys.
     """
-    newest = max(sm for sm, size in table if size == element_size and sm <= capability)
-    row = next(row for row in table[newest, element_size] if head_dims <= row.head_dims)
+    row = row_of(table, capability, element_size, head_dims)
     if is_loaded:
         return row.loaded
     # ptxas miscompiles tiles of one stage if a head dim has two parts (`sass_registers`).

@@ -32,8 +32,18 @@ class ConversionArguments(NamedTuple):
     tiles_of_statistics: int | tl.tensor  # tiles of one head
 
 
+@triton.jit
+def _load_cores(sums, first_row, len_q, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+    # Loads columns COLUMN .. COLUMN + WIDTH of sums that are in cores of 8 queries and 8 columns, see `mma.dq_sums`
+    HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
+    row = tl.arange(0, META.BLOCK_M)[:, None]
+    column = COLUMN + tl.arange(0, WIDTH)[None, :]
+    place = row // 8 * (8 * HEAD_DIM) + column // 8 * 64 + column % 2 * 32 + row % 8 * 4 + column % 8 // 2
+    return tl.load(sums + place, mask=(first_row + row < len_q) & (column < HEAD_DIM), other=0.0)
+
+
 @kernel
-def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr, META: tl.constexpr):
+def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr, IN_CORES: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
     blocks = tl.cdiv(args.lengths_q.max_seqlen, BLOCK_M)
@@ -46,32 +56,33 @@ def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr
     first_tile = statistics_tile(b, h, args.num_heads, place_q, args.tiles_of_statistics, META, SIZE)
     rows = tl.arange(0, BLOCK_M)
     sums = args.sums_ptr + tl.cast(first_tile * SIZE + first_row, tl.int64) * HEAD_DIM
-    sum_offsets = place_in_sums(rows) * HEAD_DIM
+    sum_offsets = rows if IN_CORES else place_in_sums(rows) * HEAD_DIM
     dq_pointer = row_pointer(args.dq, b, h, start_q + first_row, META)
-    _, dq_offsets = row_steps(args.dq.stride_s, BLOCK_M, META)
-    dq0 = load_tile(sums, sum_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM, True)
-    store_tile(dq_pointer, dq0 * args.scale, dq_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM)
+    _, offsets = row_steps(args.dq.stride_s, BLOCK_M, META)
+    if IN_CORES:
+        dq0 = _load_cores(sums, first_row, len_q, 0, META.QK0, META)
+    else:
+        dq0 = load_tile(sums, sum_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM, True)
+    store_tile(dq_pointer, dq0 * args.scale, offsets, first_row, len_q, 0, META.QK0, HEAD_DIM)
     if META.QK1 > 0:
-        dq1 = load_tile(sums, sum_offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM, True)
-        store_tile(dq_pointer, dq1 * args.scale, dq_offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM)
+        if IN_CORES:
+            dq1 = _load_cores(sums, first_row, len_q, META.QK0, META.QK1, META)
+        else:
+            dq1 = load_tile(sums, sum_offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM, True)
+        store_tile(dq_pointer, dq1 * args.scale, offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM)
 
 
-def convert_dq(problem: Problem, dq_sums: Tensor, tiles: int, size: int, dq: Tensor) -> None:
-    """Converts dq from its fp32 sums, which are in tiles of `size` queries like the statistics."""
-    x = problem
-    portable = x.meta(_CONVERSION_TILE, (dq,))
+def convert_dq(problem: Problem, sums: Tensor, tiles: int, size: int, dq: Tensor, *, in_cores: bool = False) -> None:
+    """Converts dq from its fp32 sums, which are in tiles of `size` queries like the statistics. in_cores: see `mma.dq_sums`."""
+    x, tile = problem, _CONVERSION_TILE
+    meta = x.meta(tile, (dq,))
     arguments = ConversionArguments(
-        sums_ptr=dq_sums,
-        dq=rows(dq, portable),
+        sums_ptr=sums,
+        dq=rows(dq, meta),
         lengths_q=x.lengths_q,
         scale=float(x.softmax_scale),
         num_heads=x.num_heads,
         tiles_of_statistics=tiles,
     )
-    launch(
-        _attn_bwd_dq_conversion_kernel,
-        triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
-        x.device,
-        _CONVERSION_TILE,
-        (arguments, size, portable),
-    )
+    programs = triton.cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
+    launch(_attn_bwd_dq_conversion_kernel, programs, x.device, tile, (arguments, size, in_cores, meta))

@@ -1,4 +1,7 @@
-"""Gradients in fp32, for sums over calls: stored from registers to global memory; 16-bit gradients leave by the copy engine."""
+"""Gradients of keys, and gradients in fp32, for sums over calls.
+
+Gradients in fp32 are stored from registers to global memory; 16-bit gradients leave by the copy engine.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.gluon.backward_blocks import Block
+from flexattn.kernels_triton.gluon.dropout import scaled
+from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
 _UNIT = gl.constexpr(4)  # elements: 16 bytes, which `descriptor_error` also requires of strides
@@ -54,3 +60,31 @@ def store_key_gradient(target: Fp32Rows, tile, block: Block, ROW: gl.constexpr, 
     # Stores dk or dv of a block of keys, from its ROW-th on
     sequence = block.sequence
     store_fp32(target, tile, block.b, block.h_kv, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
+
+
+class KeyGradients(NamedTuple):
+    """dk, without the softmax scale, and dv of a consumer's 64 keys. If the head dim has one part, dk1 is dk."""
+
+    dk: gl.tensor
+    dk1: gl.tensor
+    dv: gl.tensor
+
+
+@gluon.jit
+def store_key_gradients(
+    sums: KeyGradients, draws, args, dk_tiles: Pair, dv_tiles, block: Block, CONSUMER: gl.constexpr, META: gl.constexpr
+):
+    # Stores 16-bit gradients in shared memory, in a consumer's tile. args: a `DkdvArguments`
+    QK0: gl.constexpr = META.QK0
+    DTYPE: gl.constexpr = dv_tiles.dtype
+    scores = args.scores
+    if args.dk32.ptr is not None:
+        store_key_gradient(args.dk32, sums.dk * scores.scale, block, CONSUMER * ROWS, 0)
+        if META.QK1 > 0:
+            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, CONSUMER * ROWS, QK0)
+        store_key_gradient(args.dv32, scaled(sums.dv, draws, META), block, CONSUMER * ROWS, 0)
+    else:
+        dk_tiles.first.index(CONSUMER).reshape([ROWS, QK0]).store((sums.dk * scores.scale).to(DTYPE))
+        if META.QK1 > 0:
+            dk_tiles.second.index(CONSUMER).reshape([ROWS, META.QK1]).store((sums.dk1 * scores.scale).to(DTYPE))
+        dv_tiles.index(CONSUMER).reshape([ROWS, META.V0]).store(scaled(sums.dv, draws, META).to(DTYPE))

@@ -26,7 +26,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
 from flexattn.kernels_triton.gluon.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
-from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
+from flexattn.kernels_triton.gluon.fp32_gradients import KeyGradients, store_key_gradient, store_key_gradients
 from flexattn.kernels_triton.gluon.masking import apply_mask_mod, hide_queries_past_the_end, mask_queries
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pairs import Pair
@@ -96,6 +96,7 @@ def _consume_dkdv_rows(
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     dk = gl.zeros([ROWS, QK0], gl.float32, layout=DK)
     dv = gl.zeros([ROWS, V0], gl.float32, layout=DV)
+    dk1 = dk
     if QK1 > 0:
         DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
         dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=DK1)
@@ -187,16 +188,8 @@ def _consume_dkdv_rows(
             position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them
-    if args.dk32.ptr is not None:
-        store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
-        if QK1 > 0:
-            store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, QK0)
-        store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)
-    else:
-        operands.dk.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * scores.scale).to(DTYPE))
-        if QK1 > 0:
-            operands.dk.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * scores.scale).to(DTYPE))
-        operands.dv.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))
+    sums = KeyGradients(dk=dk, dk1=dk1, dv=dv)
+    store_key_gradients(sums, draws, args, operands.dk, operands.dv, block, CONSUMER, META)
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
 

@@ -34,7 +34,7 @@ from flexattn.kernels_triton.gluon.barriers import (
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_sums import DqRing, in_order_of_sums, place_of_sums
-from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
+from flexattn.kernels_triton.gluon.fp32_gradients import KeyGradients, store_key_gradients
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import Stage
@@ -220,13 +220,7 @@ def consume_fused_192(
             dq = warpgroup_mma_wait(0, deps=[dq])
             _hand_over_dq(dq, tiles.dq, 2 * iterations - 2 + part, CONSUMER)
     named_barrier_sync(LAST, BOTH)  # k was also read by the other warpgroup, which no longer needs it
-    if args.dk32.ptr is not None:
-        store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
-        store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, QK0)
-        store_key_gradient(args.dv32, dv, block, CONSUMER * ROWS, 0)
-    else:
-        loaded.k.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * scores.scale).to(DTYPE))
-        loaded.k.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * scores.scale).to(DTYPE))
-        loaded.v.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))
+    sums = KeyGradients(dk=dk, dk1=dk1, dv=dv)
+    store_key_gradients(sums, None, args, loaded.k, loaded.v, block, CONSUMER, META)
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)

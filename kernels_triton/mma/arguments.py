@@ -12,6 +12,7 @@ from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import slots_of_heads, split_head_dim
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
+from flexattn.kernels_triton.gluon.forward_launch import Cut
 from flexattn.kernels_triton.mma.tiles import MmaTile
 
 
@@ -48,7 +49,7 @@ class MmaMeta(NamedTuple):
     ALIGN: int
 
 
-def forward_meta(problem: Problem, tile: MmaTile, group: int, *, is_split: bool, has_max_logit: bool) -> Any:
+def forward_meta(problem: Problem, tile: MmaTile, group: int, cut: Cut, has_max_logit: bool) -> Any:
     """Returns the `MmaMeta` of a launch whose tiles have `group` heads each."""
     x = problem
     qk, values = split_head_dim(x.q.shape[-1]), split_head_dim(x.v.shape[-1])
@@ -59,8 +60,8 @@ def forward_meta(problem: Problem, tile: MmaTile, group: int, *, is_split: bool,
         HAS_MAX_LOGIT=has_max_logit,
         HEADS=group,
         GROUP=slots_of_heads(group),
-        IS_SPLIT=is_split,
-        IS_PLANNED=False,
+        IS_SPLIT=cut.is_split,
+        IS_PLANNED=cut.is_planned,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         HAS_PAGES=x.page_table is not None,

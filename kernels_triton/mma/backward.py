@@ -36,13 +36,14 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
     probabilities,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import Parts, allocate_parts, product_layout, swizzled
 from flexattn.kernels_triton.mma.copies import copy_block
-from flexattn.kernels_triton.mma.dq_sums import add_to_sums, convert_dq
+from flexattn.kernels_triton.mma.dq_sums import add_to_sums
 from flexattn.kernels_triton.mma.dropout import keeps
 from flexattn.kernels_triton.mma.products import (
     Destination,
@@ -380,5 +381,5 @@ def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:
     tiled = tiled_statistics(call, tile.block_m, with_dq_sums=True)
     assert tiled.dq_sums is not None
     launch_key_blocks(call, tile, tiled)
-    convert_dq(call.problem, tiled.dq_sums, tiled.tiles, tile.block_m, call.dq)
+    convert_dq(call.problem, tiled.dq_sums, tiled.tiles, tile.block_m, call.dq, in_cores=True)
     zero_padding_of_gradients(call)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Backward, Problem, is_loadable
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, number_of_splits
-from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_room, unsupported_block_mask, unsupported_call
+from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask, unsupported_call
 from flexattn.kernels_triton.mma.tiles import CAPABILITIES, WIDEST, backward_tile, dq_tile, forward_tile
 from flexattn.kernels_triton.runtime.device import Tile, capability_of
 
@@ -20,11 +18,7 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     if reason := unsupported_call(x) or _unsupported_rows(x, out):
         return reason
     tile = forward_tile(x)
-    if reason := unsupported_block_mask(x, (tile.block_m, tile.block_n)):
-        return reason
-    if number_of_splits(x, *tiles_and_room(x, tile, heads_of_a_tile(x, tile), SPLIT_PROGRAMS)) == BY_LENGTHS:
-        return "it does not split the keys of few queries by their lengths"
-    return None
+    return unsupported_block_mask(x, (tile.block_m, tile.block_n))
 
 
 def backward_unsupported(call: Backward) -> str | None:

@@ -17,16 +17,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.plan_pieces import piece_of_part
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits
-from flexattn.kernels_triton.common.split_ranges import Parts as SplitParts
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, slots_of_heads
-from flexattn.kernels_triton.gluon.block_ranges import cut_key_lists, key_block
+from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, slots_of_heads, split_head_dim
+from flexattn.kernels_triton.gluon.block_ranges import blocks_of_keys, cut_key_lists, key_block
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_room
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Results
+from flexattn.kernels_triton.gluon.forward_launch import Cut
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,
@@ -42,6 +43,7 @@ from flexattn.kernels_triton.gluon.forward_rows import (
 )
 from flexattn.kernels_triton.gluon.forward_work import (
     ReceivedTile,
+    WorkTile,
     blocks_of_tile,
     num_tiles_of_programs,
     tile_of_work,
@@ -161,7 +163,22 @@ def _store_columns(
 
 
 @gluon.jit
-def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
+def _planned_tile(part, args: Arguments, META: gl.constexpr):
+    # Returns the work tile of the plan's piece that writes a part; if there is none, it has no blocks
+    plan = args.plan
+    piece = piece_of_part(plan, part)
+    return WorkTile(
+        first_row=piece.entry % plan.blocks * (META.BLOCK_M // META.GROUP),
+        h=piece.head * META.HEADS,
+        b=piece.entry // plan.blocks,
+        split=piece.first,
+        split_end=piece.end,
+        part=part,
+    )
+
+
+@gluon.jit
+def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
     args = mma_args.call
     DTYPE: gl.constexpr = mma_args.k.ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -170,7 +187,6 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     VALUES1: gl.constexpr = META.VALUES1
     PRODUCT: gl.constexpr = product_layout(META.WARPS)
     ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
-    tile = tile_of_work(t, amount, args, META)
     h, b = tile.h, tile.b
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_q, len_kv = sequence.len_q, sequence.len_kv
@@ -179,13 +195,16 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     if META.BLOCK_SIZE_Q > 0:
         cut = cut_key_lists(tile.first_row, b, h, band, args.lists, META)
     num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
+    is_whole = True
+    if META.IS_PLANNED:
+        is_whole = num_blocks == blocks_of_keys(tile.first_row, b, h, band, args.lists, META, BLOCK_M // META.GROUP)[0]
     received = ReceivedTile(
         tile=tile,
         start_q=sequence.start_q,
         band=band,
         num_blocks=num_blocks,
         block_range=block_range,
-        is_whole=True,
+        is_whole=is_whole,
         unmasked=(),
         descales=(),
     )
@@ -272,12 +291,16 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
 @hopper_kernel
 def _attn_fwd_mma_kernel(args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
     t = gl.program_id(0)
-    if META.HAS_LENGTHS:  # there are programs for the most tiles that the lengths may need
+    if META.IS_PLANNED:  # a program for each part that the plan may have
+        planned = _planned_tile(t, args.call, META)
+        if planned.split < planned.split_end:
+            _compute_tile(planned, args, MODS, META)
+    elif META.HAS_LENGTHS:  # there are programs for the most tiles that the lengths may need
         amount = num_tiles_of_programs(args.call, META)
         if t < amount:
-            _compute_tile(t, amount, args, MODS, META)
+            _compute_tile(tile_of_work(t, amount, args.call, META), args, MODS, META)
     else:
-        _compute_tile(t, gl.num_programs(0), args, MODS, META)
+        _compute_tile(tile_of_work(t, gl.num_programs(0), args.call, META), args, MODS, META)
 
 
 def mma_forward(
@@ -295,9 +318,12 @@ def mma_forward(
     group = heads_of_a_tile(x, tile) if group is None else group
     tiles, room = tiles_and_room(x, tile, group, SPLIT_PROGRAMS)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
-    meta = forward_meta(x, tile, group, is_split=splits > 1, has_max_logit=max_logit is not None)
-    parts = SplitParts.empty(splits, lse, meta.V0, x.is_unbounded) if splits > 1 else None
-    work = forward_work(x, tile.block_m // slots_of_heads(group), group, has_table=x.has_lengths)
+    queries = tile.block_m // slots_of_heads(group)
+    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
+    plan, parts = split_results(x, planned, splits, room, lse, sum(split_head_dim(x.v.shape[-1])))
+    cut = Cut(parts is not None, plan is not None)
+    meta = forward_meta(x, tile, group, cut, has_max_logit=max_logit is not None)
+    work = forward_work(x, queries, group, has_table=x.has_lengths and plan is None)
     if work.table_ptr is not None:
         tiles = (work.table_ptr.shape[0] - 2) * (x.num_heads // group)
     if max_logit is not None:
@@ -313,13 +339,13 @@ def mma_forward(
                 lse_ptr=lse if parts is None else parts.lse,
                 max_logit_ptr=max_logit,
                 parts_ptr=None if parts is None else parts.out,
-                whole_lse_ptr=None,
+                whole_lse_ptr=None if plan is None else lse,
                 out=rows_of(out, meta),
             ),
             descales=None,
             work=work,
             num_splits=splits if splits > 1 else None,
-            plan=None,
+            plan=plan,
             lengths_q=x.lengths_q,
             lengths_kv=x.lengths_kv,
             v_blocks=None,
@@ -332,10 +358,9 @@ def mma_forward(
         ),
     )
     launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.num_stages)
-    launch(_attn_fwd_mma_kernel, tiles * splits, out.device, launch_tile, (arguments, x.mods, meta))
+    programs = tiles * splits if plan is None else plan.num_parts
+    launch(_attn_fwd_mma_kernel, programs, out.device, launch_tile, (arguments, x.mods, meta))
     if parts is not None:
-        queries = tile.block_m // slots_of_heads(group)
-        planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
-        combine_parts(x, parts, (out, lse), None, planned)
+        combine_parts(x, parts, (out, lse), plan, planned)
     elif x.has_padding_q:
         zero_padding(x, out, "q", lse)

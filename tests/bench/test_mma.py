@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn.bench import mma, page, record, rows
-from flexattn.bench.implementations import PORTABLE
+from flexattn.bench import command, mma, page, record, rows
+from flexattn.bench.implementations import PORTABLE, Unavailable
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.record import Record, Row
 from flexattn.bench.shapes import OLDER, WORKLOADS, Workload, select, sweep, windowed
@@ -72,6 +72,28 @@ def test_a_candidate_is_launched_with_its_tile() -> None:
         kernel = {"forward": "_attn_fwd_mma_kernel", "backward": "_attn_bwd_mma_kernel", "dq": "_attn_bwd_dq_mma_kernel"}
         own = [tile for found, tile in launches if found == kernel[name.removeprefix(mma.TILES).split()[0]]]
         assert [[str(n) for n in tile[:4]] for tile in own[-1:]] == [numbers]
+
+
+def test_flex_attention_is_measured_in_some_cells() -> None:
+    args = command.make_parser().parse_args(["--preset", OLDER, "--backends", "mma", "--peers", "FlexAttention", "--mma-tiles"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+        chosen = command._implementations(args, "cuda")
+    assert [i.name for i in chosen][:2] == [mma.MMA, mma.FLEX]
+    [flex] = [i for i in chosen if i.name == mma.FLEX]
+    cells = [(w, d) for w in select([OLDER]) for d in ("forward", "backward") if flex.serves(w, d)]
+    assert len(cells) == 2 * (6 + 8 + 3)
+    assert any(i.name.startswith(mma.TILES) for i in chosen)
+
+
+def test_a_cell_that_other_kernels_would_run_says_why() -> None:
+    """Here the interpreter runs the call, which runs no Gluon."""
+    workload = WORKLOADS["small-s128"]._replace(num_heads=1, num_heads_kv=1)
+    tensors = make_tensors(workload, "cpu")
+    for direction in ("forward", "backward"):
+        with pytest.raises(Unavailable, match=r"mma\.sync.*: .*interpreter"):
+            mma._prepare({}, workload, tensors, direction)
 
 
 def test_candidates_are_timed_in_plain_cells_of_the_sweep() -> None:

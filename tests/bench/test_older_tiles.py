@@ -15,6 +15,8 @@ import torch
 from flexattn.bench import older_candidates, older_rows, older_tiles, tiles
 from flexattn.bench.older_candidates import Job
 from flexattn.bench.older_tiles import Part
+from flexattn.kernels_triton.common.tiles import FORWARD, row_of
+from tests.conftest import ROOT
 
 KERNELS = ("forward", "dq", "dkdv", "one_grid", "forward+bias", "dq+bias", "dkdv+bias")
 
@@ -117,3 +119,12 @@ def test_a_rule_says_how_much_faster_flash_attention_is() -> None:
         'Rule(use="sdpa", direction="forward", capability=80, head_dim_qk=128, head_dim_v=128, mask="causal", **_OLDER, gain=2.00, '
         'source="x.json"),'
     )
+
+
+def test_tiles_for_few_queries_are_the_fastest_ones_on_file() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "older_tiles_h200.json").read_text("utf-8"))["rows"]
+    for sm, capability in ((80, 80), (89, 86)):
+        for width, head_dim in older_rows._HEAD_DIM_OF_ROW.items():
+            few = row_of(FORWARD, capability, 2, width).few
+            assert few is not None
+            assert tiles.tile_name(few) == older_rows.choose_few(rows, head_dim, sm)

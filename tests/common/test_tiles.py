@@ -39,7 +39,12 @@ FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 # Spills in the loops, as a share of their instructions. Plain half precision has next to none. Calls with every feature have some,
 # and so has fp32, whose products use ordinary registers. Head dims above 256 leave few registers. With half the keys their forward
 # on sm_90 would spill nothing, but multiply half as much at a time.
-LOOP_SPILLS = {"hybrid": 0.01, "plain": 0.01, "short": 0.01, "open": 0.01, "full": 0.08, "fp32": 0.08, "wide": 0.03, "latent": 0.01}
+LOOP_SPILLS = dict.fromkeys(("hybrid", "plain", "short", "open", "latent"), 0.01) | {
+    "few": 0.0,
+    "full": 0.08,
+    "fp32": 0.08,
+    "wide": 0.03,
+}
 # Spills stand for time, and these tiles' times were measured. They are the fastest, spills included (d256: tiles_d256_h200.json;
 # FP8: fp8_tiles_h200.json).
 MEASURED_SPILLS = {
@@ -77,6 +82,8 @@ def _launches(case: Case) -> list[Launch]:
     length = 64 if full or case.features == "short" else configs.SHORT + 1
     shape = (2 * length, heads) if full else (2, length, heads)
     q, k = (torch.zeros(*shape, d_qk, dtype=case.dtype) for _ in "qk")
+    if case.features == "few":
+        q = q[:, :1].contiguous()
     v, dout = (torch.zeros(*shape, d_v, dtype=case.dtype) for _ in "vo")
     if case.features == "latent":
         v = k[..., :d_v]
@@ -146,6 +153,7 @@ ALL = [
     *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "short"),
     *_cases("forward dq dkdv", (90,), torch.float16, ((128, 128),), "plain"),
     *_cases("forward dq dkdv", SMS, torch.bfloat16, UNEVEN_HEAD_DIMS, "plain"),
+    *_cases("forward", (80, 86, 89, 120), torch.bfloat16, (*HEAD_DIMS, *UNEVEN_HEAD_DIMS), "few"),
     *_cases("forward dq dkdv dbias", SMS, torch.bfloat16, ((64, 64), (128, 128), (192, 128), (256, 256)), "full"),
     *_cases("forward dq dkdv", SMS, torch.float32, ((64, 64), (128, 128), (256, 256)), "plain"),
     *_cases("forward dq dkdv dbias", (90,), torch.float32, ((128, 128),), "full"),
@@ -288,6 +296,22 @@ def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
             assert tile(length=10**6, is_loaded=False, is_open=True) == (row.open or row.tile)
             assert tile(length=1, is_loaded=False, is_open=True) == (row.open or row.short or row.tile)
             assert tile(length=1, is_loaded=True, is_open=True) == row.loaded
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "queries", "is_few"), [(2, 4, True), (2, 5, False), (8, 16, True), (8, 17, False), (1, 2, True)]
+)
+def test_few_queries_have_a_tile(heads_kv: int, queries: int, is_few: bool) -> None:
+    """A query of n heads of one key head is n queries, rounded up to a power of two."""
+    q, k = torch.zeros(1, queries, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 4096, heads_kv, 128, dtype=torch.bfloat16)
+    problem = Problem(q, k, k, softmax_scale=0.1)
+    row = configs.row_of(configs.FORWARD, 80, 2, 256)
+    assert problem.tile(configs.FORWARD, 80) == (row.few if is_few else row.tile)
+    assert dataclasses.replace(problem, is_batch_invariant=True).tile(configs.FORWARD, 80) == row.tile
+    slopes = torch.zeros(8)
+    assert dataclasses.replace(problem, alibi_slopes=slopes).tile(configs.FORWARD, 80) == (row.few if is_few else row.tile)
+    assert dataclasses.replace(problem, bias=torch.zeros(1, 8, queries, 4096)).tile(configs.FORWARD, 80) == row.loaded
+    assert problem.tile(configs.FORWARD, 90) != row.few
 
 
 def test_a_bad_report_is_found() -> None:
