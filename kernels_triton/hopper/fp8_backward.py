@@ -26,7 +26,7 @@ from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import Descale
+from flexattn.kernels_triton.gluon.descales import Descale, descales_of
 from flexattn.kernels_triton.gluon.descriptors import (
     load_rows,
     load_statistics,
@@ -77,7 +77,6 @@ from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
     DqTiles,
 )
 from flexattn.kernels_triton.hopper.fp8_backward_operands import (
-    backward_descales,
     copies_in_16_bits,
     unsupported_operands,
 )
@@ -458,7 +457,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m
     constants = partial(backward_meta, x, widths=widths, v0=v0, statistics=size)
     tiled = tiled_statistics(call, size)
-    shared = shared_arguments(x, tiled) | {"descales": backward_descales(x), "dropout": None}
+    shared = shared_arguments(x, tiled) | {"descales": descales_of(x), "dropout": None}
     q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype)
     dq32, dk32, dv32 = fp32_rows(dq), fp32_rows(dk), fp32_rows(dv)
 
