@@ -115,7 +115,17 @@ def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str 
 
 
 # Families that run bands that do not contain their diagonal
-_EMULATED = ("mma.sync", "mma.sync FP8", "mma.sync fused", "sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
+_EMULATED = (
+    "mma.sync",
+    "mma.sync FP8",
+    "mma.sync fused",
+    "sm_90",
+    "sm_90 fused",
+    "sm_90 fused 192",
+    "sm_90 two-kernel",
+    "sm_100",
+    "sm_100 fused",
+)
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:

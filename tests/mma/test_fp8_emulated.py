@@ -148,7 +148,9 @@ def test_block_masks() -> None:
 @pytest.mark.parametrize("page_size", [16, 48])
 def test_pages(page_size: int, granularity: str) -> None:
     """The dense keys, in pages in any order; a descale's block counts the keys of a sequence."""
-    call = call_of({"attn_mask_type": "padding_causal_bottom_right"}, granularity, padding=True, **DENSE | {"lengths_kv": [330, 201]})
+    call = call_of(
+        {"attn_mask_type": "padding_causal_bottom_right"}, granularity, padding=True, **DENSE | {"lengths_kv": [330, 201]}
+    )
     problem = call.problem
     columns = -(-problem.k.shape[1] // page_size)
     table = torch.randperm(2 * columns, generator=torch.Generator().manual_seed(page_size)).view(2, columns).to(torch.int32)
@@ -165,29 +167,30 @@ def test_pages(page_size: int, granularity: str) -> None:
     check(call._replace(problem=changed), 2, 5)
 
 
-# With a head dim whose tile has the form of the loop: 128 has rings, and 256 one buffer for k and one for v
-FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
-    "a block is multiplied before it has come": (mma_forward, 128, drop("wait_group(0)", within="_take_blocks", nth=0)),
-    "k is multiplied before it has come": (mma_forward, 256, drop("wait_group(0)", within="_take_blocks", nth=0)),
-    "v is multiplied before it has come": (mma_forward, 256, drop("wait_group(0)", within="_take_blocks", nth=1)),
-    "v is in no group": (mma_forward, 256, drop("commit_group()", within="_take_blocks", nth=1)),
+# With a call whose tile has the form of the loop: most have rings, and with a softcap one buffer for k and one for v
+ONE_BUFFER = {"softcap": 20.0}
+FAULTS: dict[str, tuple[ModuleType, dict[str, Any], inject.Fault]] = {
+    "a block is multiplied before it has come": (mma_forward, {}, drop("wait_group(0)", within="_take_blocks", nth=0)),
+    "k is multiplied before it has come": (mma_forward, ONE_BUFFER, drop("wait_group(0)", within="_take_blocks", nth=0)),
+    "v is multiplied before it has come": (mma_forward, ONE_BUFFER, drop("wait_group(0)", within="_take_blocks", nth=1)),
+    "v is in no group": (mma_forward, ONE_BUFFER, drop("commit_group()", within="_take_blocks", nth=1)),
     "the next k overwrites the one that is multiplied": (
         mma_forward,
-        128,
+        {},
         with_argument("_copy_k(following)", 2, "slot", within="_take_blocks"),
     ),
     "keys of weights in their own order": (
         fp8,
-        128,
+        {},
         with_argument("gl.permute(gl.reshape)", 1, "[0, 1, 2, 3, 4]", within="to_operand"),
     ),
-    "even and odd columns change places": (fp8, 128, assign("(even, odd)", "odd, even", within="_values_of")),
-    "columns are stored in the order of the sums": (mma_forward, 128, assign("acc", "acc", within="_store_columns")),
-    "acc is not rescaled": (mma_forward, 128, with_argument("_add_values(weights)", 0, "acc0", within="_take_blocks", nth=0)),
-    "the descale of v of the block before": (mma_forward, 128, assign("correction", "correction", within="_take_blocks", nth=-1)),
-    "the first block's descale of k": (fp8, 128, assign("k", "scales.k", within="score_descale", nth=-1)),
-    "the first row's descale of q": (fp8, 128, with_argument("load_descale(heads)", 3, "rows * 0", within="head_scales", nth=0)),
-    "weights of a sink without their scale": (mma_forward, 128, assign("row_sum", "row_sum", within="_compute_tile", nth=1)),
+    "even and odd columns change places": (fp8, {}, assign("(even, odd)", "odd, even", within="_values_of")),
+    "columns are stored in the order of the sums": (mma_forward, {}, assign("acc", "acc", within="_store_columns")),
+    "acc is not rescaled": (mma_forward, {}, with_argument("_add_values(weights)", 0, "acc0", within="_take_blocks", nth=0)),
+    "the descale of v of the block before": (mma_forward, {}, assign("correction", "correction", within="_take_blocks", nth=-1)),
+    "the first block's descale of k": (fp8, {}, assign("k", "scales.k", within="score_descale", nth=-1)),
+    "the first row's descale of q": (fp8, {}, with_argument("load_descale(heads)", 3, "rows * 0", within="head_scales", nth=0)),
+    "weights of a sink without their scale": (mma_forward, {}, assign("row_sum", "row_sum", within="_compute_tile", nth=1)),
 }
 
 
@@ -196,11 +199,11 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
 def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
-    where, dim, fault = FAULTS[name]
+    where, more, fault = FAULTS[name]
     [kernels] = kernels_with((mma_forward,), where, fault, tmp_path)
     inputs = {"lengths_q": [300, 20], "lengths_kv": [300, 0], "num_heads": 3, "num_heads_kv": 1, "outliers": True}
-    call = {"attn_mask_type": "padding_causal", "softmax_type": "off-by-one"}
-    case = call_of(call, "block", qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **inputs)
+    call = {"attn_mask_type": "padding_causal", "softmax_type": "off-by-one"} | more
+    case = call_of(call, "block", qkv_format="thd", **inputs)
     for seed in seeds:
         try:
             report = run(seed, case, kernels)
