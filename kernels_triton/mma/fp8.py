@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from flexattn.kernels_triton.common.exponents import LOG2E, exponent_factor, positive_factor, scaled_row_max
-from flexattn.kernels_triton.gluon.descales import Descales
+from flexattn.kernels_triton.gluon.descales import Descale, Descales
 from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile
 from flexattn.kernels_triton.gluon.fp8_operands import P_SCALE, P_SHIFT, load_descale
@@ -40,7 +40,8 @@ class HeadScales(NamedTuple):
     q: Any  # of each row
     k: Any  # of the first block of keys
     v: Any
-    descales: Descales
+    k_blocks: Descale
+    v_blocks: Descale
     b: Any
     h_kv: Any
 
@@ -83,8 +84,7 @@ def _values_of(v, PRODUCT: gl.constexpr, META: gl.constexpr):
     KEYS: gl.constexpr = v.shape[0]
     WORDS: gl.constexpr = v.shape[1]
     pairs = v.load(gl.DotOperandLayout(1, PRODUCT, 2))
-    types: gl.constexpr = (gl.int8, gl.int8)
-    even, odd = gl.inline_asm_elementwise(_SPLIT_WORDS, "=r,=r,r,r", [pairs], dtype=types, is_pure=True, pack=4)
+    even, odd = gl.inline_asm_elementwise(_SPLIT_WORDS, "=r,=r,r,r", [pairs], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
     both = gl.reshape(gl.join(even, odd), [KEYS // 16, 2, 4, 2, WORDS, 2])
     both = gl.reshape(gl.permute(both, [0, 2, 1, 3, 5, 4]), [KEYS, 2 * WORDS])
     return gl.convert_layout(both, gl.DotOperandLayout(1, PRODUCT, 4)).to(DTYPE, bitcast=True)
@@ -116,7 +116,8 @@ def head_scales(descales: Descales, received: ReceivedTile, h_kv, ROW: gl.conste
         q=load_descale(descales.q, b, heads, gl.minimum(rows, len_q - 1)),
         k=load_descale(descales.k, b, h_kv, 0),
         v=load_descale(descales.v, b, h_kv, 0),
-        descales=descales,
+        k_blocks=descales.k,
+        v_blocks=descales.v,
         b=b,
         h_kv=h_kv,
     )
@@ -127,7 +128,7 @@ def score_descale(scales: HeadScales, column, META: gl.constexpr):
     # Returns the descale of each row's scores with the block of keys at `column`
     k = scales.k
     if META.HAS_BLOCK_SCALES:
-        k = load_descale(scales.descales.k, scales.b, scales.h_kv, column)
+        k = load_descale(scales.k_blocks, scales.b, scales.h_kv, column)
     return scales.q * k
 
 
@@ -135,7 +136,7 @@ def score_descale(scales: HeadScales, column, META: gl.constexpr):
 def value_descale(scales: HeadScales, column, META: gl.constexpr):
     v = scales.v
     if META.HAS_BLOCK_SCALES:
-        v = load_descale(scales.descales.v, scales.b, scales.h_kv, column)
+        v = load_descale(scales.v_blocks, scales.b, scales.h_kv, column)
     return v
 
 
