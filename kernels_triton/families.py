@@ -521,6 +521,7 @@ BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
         _dequantized(HOPPER_FUSED),
         _dequantized(HOPPER_FUSED_192),
         _dequantized(HOPPER_TWO_KERNELS),
+        _dequantized(MMA_FUSED),
         PORTABLE_BACKWARD,
     ),
 }

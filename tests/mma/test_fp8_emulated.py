@@ -14,18 +14,20 @@ from flexattn import create_block_mask, emulator
 from flexattn.bench.emulated import emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch.spec import as_bshd
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.families import BACKWARDS
+from flexattn.kernels_triton.mma import backward as mma_backward
 from flexattn.kernels_triton.mma import conditions, fp8
 from flexattn.kernels_triton.mma import forward as mma_forward
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.mods.trace import trace_mods
-from flexattn.testing import make_call, make_inputs
+from flexattn.testing import make_call, make_dout, make_inputs
 from tests.hopper.test_dropout import dropped
 from tests.hopper.test_mods import FEATURES
 from tests.mma.test_emulated import LIMITS
 from tests.support import inject
 from tests.support.gluon_calls import BANDS, EVERYTHING, SINKS, UNEVEN, without_gpu
-from tests.support.hopper_fp8_calls import E4M3, E5M2, Fp8Call, check_forward, fp8_call, rows_of, spans
+from tests.support.hopper_fp8_calls import E4M3, E5M2, Fp8Call, backward_of, check_backward, check_forward, fp8_call, rows_of, spans
 from tests.support.inject import assign, drop, kernels_with, with_argument
 
 DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
@@ -165,6 +167,26 @@ def test_pages(page_size: int, granularity: str) -> None:
         paged.append(pages.to(E4M3))
     changed = dataclasses.replace(problem, k=paged[0], v=paged[1], page_table=table, max_seqlen_kv=330)
     check(call._replace(problem=changed), 2, 5)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_backward_in_16_bits(dim: int, granularity: str) -> None:
+    given = make_inputs("thd", gap=3, dtype=torch.bfloat16, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
+    call = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False), granularity)
+    wanted = backward_of(call, make_dout(given), granularity)
+    [family] = [family for family in BACKWARDS[True] if family.name == "mma.sync fused, dequantized"]
+    grads = [torch.full(t.shape, float("nan"), dtype=torch.bfloat16) for t in call.stands_for[:3]]
+    views = [as_bshd(t, "thd") for t in grads]
+    launched = Backward(wanted.problem, as_bshd(wanted.out, "thd"), wanted.lse, wanted.dout, None, *views)
+    with emulated(3, mma_backward) as reports, pretended_device(89, 128):
+        assert family.unsupported(launched) is None
+        family.run(launched, family.tile(launched))
+    (report,) = reports.values()
+    assert not report.findings, str(report)
+    check_backward(wanted, grads)
 
 
 # With a call whose tile has the form of the loop: most have rings, and with a softcap one buffer for k and one for v
