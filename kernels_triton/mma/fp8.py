@@ -37,8 +37,8 @@ _SPLIT_WORDS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0
 class HeadScales(NamedTuple):
     """The descales of one tile of queries and its key head, inside a kernel."""
 
-    q: Any  # of each row
-    k: Any  # of the first block of keys
+    q: Any  # a factor for each row
+    k: Any  # the first block's factor
     v: Any
     k_blocks: Descale
     v_blocks: Descale
