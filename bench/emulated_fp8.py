@@ -37,10 +37,11 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
     Raises ValueError if the kernel does not support the workload.
     """
     from flexattn.kernels_triton.common.problem import Backward
+    from flexattn.kernels_triton.gluon.descales import Scale
     from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
     from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
     from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
-    from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
+    from flexattn.kernels_triton.hopper.fp8 import empty_transposed
     from flexattn.kernels_triton.hopper.quantize import quantize
     from flexattn.kernels_triton.runtime.device import pretended_device
 

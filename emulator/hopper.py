@@ -141,6 +141,7 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
     "ampere": {"mma_v2": _mma_sync},
     "async_copy": {
         "async_copy_global_to_shared": _copy_async,
+        "async_load": _copy_async,  # its name in Triton from 3.8 on
         "commit_group": _commit_copies,
         "wait_group": _wait_for_copies,
     },

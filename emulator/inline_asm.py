@@ -29,6 +29,8 @@ def _pack(*values: Array) -> Array:
 
 def _packed_cvt(dtype: DType) -> Callable[..., Tensor]:
     def convert(*tensors: Tensor) -> Tensor:
+        if len(tensors) == 1:  # the asm packs neighbouring numbers of one tensor, which stay numbers of a tensor
+            return Tensor(round_to(tensors[0].data, dtype), dtype, tensors[0].layout)
         layout = common_layout(tensors[0].layout, tensors[1].layout, "inline asm")
         return Tensor(_pack(*(to_bits(round_to(x.data, dtype), dtype) for x in tensors)), tl.int32, layout)
 
@@ -48,6 +50,13 @@ def _wide_product(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _choice(x: Tensor, bits: Tensor, mask: Tensor) -> Any:
     return where(binary("ne", binary("and", bits, mask), 0), x, 0.0)
+
+
+def _bytes_of_words(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the lower and the upper bytes of 16-bit words."""
+    both = np.ascontiguousarray(words.data)[..., None].view(np.int8)
+    lower, upper = (Tensor(both[..., i].copy(), tl.int8, words.layout) for i in (0, 1))
+    return lower, upper
 
 
 def _cvt_to_fp8(name: str) -> re.Pattern[str]:
@@ -87,6 +96,7 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     ),
     (re.compile(r"^\{ \.reg \.b64 p; mul\.wide\.u32 p, \$2, \$3; mov\.b64 \{\$0, \$1\}, p; \}$"), _wide_product),
     (re.compile(r"and\.b32 b, \$2, \$3; setp\.ne\.b32 p, b, 0; selp\.f32 \$0, \$1, 0f00000000, p; \}$"), _choice),
+    (re.compile(r"^prmt\.b32 \$0, \$2, \$3, 0x6420; prmt\.b32 \$1, \$2, \$3, 0x7531;$"), _bytes_of_words),
     (re.compile(r"vote\.sync\.any.*@!p bra SAME; mul\.f32"), lambda x, factor: x * factor),
     (re.compile(r"vote\.sync\.any.*nanosleep"), lambda x: x),
     (re.compile(r"^\s*mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),

@@ -113,7 +113,7 @@ def check_mma_sync(a: Tensor, b: Tensor, accumulator: Tensor) -> None:
             raise GluonError(
                 f"operand {name} of mma.sync has layout {found}; accepted: DotOperandLayout({index}, {layout}, k_width)"
             )
-    if a.dtype.name != b.dtype.name or a.layout.k_width != b.layout.k_width:
+    if (a.dtype.name != b.dtype.name and not {a.dtype.name, b.dtype.name} <= _FP8) or a.layout.k_width != b.layout.k_width:
         raise GluonError(f"operands of mma.sync are {a!r} and {b!r}, k_width {a.layout.k_width} and {b.layout.k_width}")
     (*batch, m, k), (*other, b_k, n) = a.shape, b.shape
     if batch != other or b_k != k or accumulator.shape != [*batch, m, n]:

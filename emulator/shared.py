@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import _layouts as layouts
 
 from flexattn.emulator import context
 from flexattn.emulator.barriers import MBarrier
-from flexattn.emulator.dtypes import Array, DType, Layout, numpy_dtype, poison, size_of
+from flexattn.emulator.dtypes import Array, DType, Layout, from_bits, is_float, numpy_dtype, poison, size_of
 from flexattn.emulator.ordering import History, Rectangle, show_part
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Scalar, Tensor
@@ -117,7 +117,7 @@ class SharedView:
 
     def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Layout) -> SharedView:
         if dtype.name != self.dtype.name:
-            raise NotImplementedError(f"shared memory of {self.dtype.name} reinterpreted as {dtype.name}")
+            return RecastView.of_words(self, dtype, [int(n) for n in shape], layout)
         view = self.reshape(shape)
         view.layout = layout
         return view
@@ -146,6 +146,46 @@ class SharedView:
         data = self.data[(slice(None),) * dim + (slice(low, high) if keep else low,)]
         dims = self.dims if keep else self.dims[:dim] + self.dims[dim + 1 :]
         return SharedView(self.allocation, data, tuple(region), self.dtype, self.layout, dims)
+
+
+class RecastView(SharedView):
+    """A two-dimensional view of integers as narrower numbers, side by side along its columns. It is only loaded, not stored."""
+
+    def __init__(self, source: SharedView, dtype: DType, layout: Layout, is_transposed: bool) -> None:
+        self.source, self.dtype, self.layout, self.is_transposed = source, dtype, layout, is_transposed
+        self.allocation, self.region = source.allocation, source.region
+        self.dims = source.dims[::-1] if is_transposed else source.dims
+        self.per_word = size_of(source.dtype) // size_of(dtype)
+
+    @classmethod
+    def of_words(cls, source: SharedView, dtype: DType, shape: list[int], layout: Layout) -> RecastView:
+        per_word = size_of(source.dtype) // size_of(dtype)
+        if is_float(source.dtype) or not per_word or source.rank != 2 or shape != [source.shape[0], source.shape[1] * per_word]:
+            raise NotImplementedError(f"shared memory of {source.dtype.name}{source.shape} reinterpreted as {dtype.name}{shape}")
+        return cls(source, dtype, layout, False)
+
+    @property
+    def data(self) -> Array:  # type: ignore[override]
+        signed = np.ascontiguousarray(self.source.data).view(f"i{size_of(self.dtype)}")
+        numbers = from_bits(signed, self.dtype)
+        return numbers.T if self.is_transposed else numbers
+
+    def index(self, index: Any) -> SharedView:
+        raise NotImplementedError("index() of reinterpreted shared memory")
+
+    def slice(self, start: int, length: int, dim: int = 0) -> SharedView:
+        of_source = 1 - dim if self.is_transposed else dim
+        per_word = self.per_word if of_source == 1 else 1
+        if start % per_word or length % per_word:
+            raise NotImplementedError(f"slice({start!r}, {length!r}, {dim!r}) of {self!r}, which cuts a word of {per_word} numbers")
+        part = self.source.slice(start // per_word, length // per_word, of_source)
+        return RecastView(part, self.dtype, self.layout, self.is_transposed)
+
+    def permute(self, order: Sequence[int]) -> SharedView:
+        return RecastView(self.source, self.dtype, self.layout, self.is_transposed != (list(order) == [1, 0]))
+
+    def reshape(self, shape: Sequence[int]) -> SharedView:
+        raise NotImplementedError("reshape of reinterpreted shared memory")
 
 
 def _nvmma(layout: Any, rank: int, transposed: bool, cga_layout: Any) -> Layout:

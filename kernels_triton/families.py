@@ -120,6 +120,7 @@ def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str 
 # Families that run bands that do not contain their diagonal
 _EMULATED = (
     "mma.sync",
+    "mma.sync FP8",
     "mma.sync fused",
     "mma.sync two-kernel",
     "sm_90",
@@ -285,7 +286,8 @@ HOPPER_FP8_CACHE = Family[Forward](
 
 
 def _run_fp8_forward(call: Forward, tile: Any) -> None:
-    from flexattn.kernels_triton.hopper.fp8 import empty_transposed, scales_of
+    from flexattn.kernels_triton.gluon.descales import scales_of
+    from flexattn.kernels_triton.hopper.fp8 import empty_transposed
     from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward
     from flexattn.kernels_triton.hopper.quantize import quantize as transpose
 
@@ -332,6 +334,14 @@ MMA_FORWARD = Family[Forward](
     splits=lambda call, tile: _gluon_splits(call, tile, SPLIT_PROGRAMS),
     capabilities=frozenset((80, 86, 89, 120)),
     has_run=MMA_HAS_RUN,
+)
+
+
+MMA_FP8_FORWARD = replace(
+    MMA_FORWARD,
+    name="mma.sync FP8",
+    unsupported=lambda call: _mma("conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
+    capabilities=frozenset((89, 120)),
 )
 
 
@@ -518,7 +528,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
 # In the order of the choice, by whether q, k and v are in FP8. The portable family runs all calls that the others do not.
 FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE, BLACKWELL_FORWARD, MMA_FORWARD, PORTABLE_FORWARD),
-    True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
+    True: (HOPPER_FP8_FORWARD, MMA_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
     False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, MMA_TWO_KERNELS, PORTABLE_BACKWARD),
@@ -528,6 +538,7 @@ BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
         _dequantized(HOPPER_FUSED),
         _dequantized(HOPPER_FUSED_192),
         _dequantized(HOPPER_TWO_KERNELS),
+        _dequantized(MMA_FUSED),
         PORTABLE_BACKWARD,
     ),
 }

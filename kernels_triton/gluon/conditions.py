@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HopperFusedTile, cdiv, slots_of_heads
-from flexattn.kernels_triton.gluon.descriptors import DTYPES, batch_steps, descriptor_error
+from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, batch_steps, descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.runtime.device import num_processors
 
@@ -77,6 +77,20 @@ def unsupported_call(problem: Problem) -> str | None:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
     if x.descales_kv:
         return "it takes k and v in q's dtype, and they are in FP8"
+    return _unsupported_values(x)
+
+
+def unsupported_fp8_call(problem: Problem) -> str | None:
+    """Returns the reason if no kernel in Gluon for mma.sync in FP8 runs this problem, whatever its strides; None: they can."""
+    x = problem
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in (x.q, x.k, x.v)})
+    if x.q.dtype not in FP8_DTYPES or len(dtypes) > 1:
+        return f"it takes q, k and v all in float8_e4m3fn or all in float8_e5m2, not {' and '.join(dtypes)}"
+    return _unsupported_values(x)
+
+
+def _unsupported_values(problem: Problem) -> str | None:
+    x = problem
     if x.softmax_scale == 0:
         return "it does not support a softmax_scale of 0"
     if x.origin:

@@ -8,8 +8,6 @@ a shuffle.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -18,30 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.arguments import Head
-from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.scores import logits
-from flexattn.kernels_triton.gluon.descales import Descale
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES
 from flexattn.kernels_triton.gluon.fp8_operands import BLOCK
-
-
-class Scale(NamedTuple):
-    """Dequantisation factors of a tensor in FP8: x is about x8 * descale."""
-
-    descale: Tensor  # fp32 [b, h, blocks], positive; h are that tensor's heads; a dim in which it is constant may be 1
-    block_rows: int = 0  # tokens of a block, counted within each sequence; 0: one block
-
-    @property
-    def is_blockwise(self) -> bool:
-        return self.block_rows > 0 and self.descale.shape[-1] > 1
-
-    @property
-    def argument(self) -> Descale:
-        shape, strides = self.descale.shape, self.descale.stride()
-        stride_b, stride_h, stride_block = (0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
-        return Descale(
-            ptr=self.descale, stride_b=stride_b, stride_h=stride_h, stride_block=stride_block, block_rows=max(1, self.block_rows)
-        )
 
 
 @gluon.jit
@@ -95,26 +72,6 @@ def product_logits(product, i, j, head: Head, scale, s_factor, MODS: gl.constexp
     if META.IS_FP8 and META.IS_PLAIN:
         factor = s_factor
     return s, factor, cap_tanh, score
-
-
-def scales_of(problem: Problem) -> tuple[Scale, ...]:
-    """Returns the scales of q, k, v and dout that the problem has."""
-    return tuple(Scale(descale, problem.scale_rows) for descale in problem.descales)
-
-
-def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple: int) -> str | None:
-    """Returns the reason if the kernels do not support a tensor's scale; None: they do. multiple: required divisor of its blocks'
-    rows.
-    """
-    shape = scale.descale.shape
-    if scale.descale.dtype is not torch.float32 or len(shape) != 3:
-        dtype = str(scale.descale.dtype).removeprefix("torch.")
-        return f"descale_{name} is {dtype} of shape {tuple(shape)}, not fp32 [b, h, blocks]"
-    if shape[0] not in (1, problem.batch) or shape[1] not in (1, heads):
-        return f"descale_{name} has shape {tuple(shape)}, not [{problem.batch}, {heads}, blocks]"
-    if scale.is_blockwise and scale.block_rows % multiple:
-        return f"descale_{name} has blocks of {scale.block_rows} rows, no multiple of {multiple}"
-    return None
 
 
 def transposed_blocks(batch: int, num_tokens: int, is_ragged: bool) -> int:

@@ -25,7 +25,7 @@ from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import Descale
+from flexattn.kernels_triton.gluon.descales import Descale, descales_of
 from flexattn.kernels_triton.gluon.descriptors import (
     load_rows,
     load_statistics,
@@ -67,7 +67,6 @@ from flexattn.kernels_triton.hopper.dkdv_loader import arguments_of_dkdv
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
 from flexattn.kernels_triton.hopper.fp8 import allocate_factors, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import (
-    backward_descales,
     copies_in_16_bits,
     unsupported_operands,
 )
@@ -393,7 +392,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m
     constants = partial(backward_meta, x, widths=widths, v0=v0, statistics=size)
     tiled = tiled_statistics(call, size)
-    shared = shared_arguments(x, tiled) | {"descales": backward_descales(x), "dropout": None}
+    shared = shared_arguments(x, tiled) | {"descales": descales_of(x), "dropout": None}
     q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype)
     dq32 = fp32_rows(dq)
 

@@ -10,17 +10,10 @@ from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.gluon.conditions import KEYS
-from flexattn.kernels_triton.gluon.descales import Descales
+from flexattn.kernels_triton.gluon.descales import Scale, scale_error, scales_of
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error
-from flexattn.kernels_triton.hopper.fp8 import Scale, scale_error, scales_of
 from flexattn.kernels_triton.hopper.quantize import dequantize
 from flexattn.kernels_triton.runtime.device import capability_of
-
-
-def backward_descales(problem: Problem) -> Descales:
-    """Returns the descales of the problem's four operands, as kernel arguments."""
-    q, k, v, dout = (scale.argument for scale in scales_of(problem))
-    return Descales(q=q, k=k, v=v, dout=dout)
 
 
 def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

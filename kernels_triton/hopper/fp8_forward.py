@@ -25,7 +25,7 @@ from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import Descales
+from flexattn.kernels_triton.gluon.descales import Descales, Scale, scale_error, scales_of
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, descriptor_error, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Descriptors, Results, Steps, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Cut, SplitKeys, forward_arguments, forward_meta
@@ -40,15 +40,7 @@ from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barri
 from flexattn.kernels_triton.gluon.softmax import exponentials
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.gluon.work_order import forward_work
-from flexattn.kernels_triton.hopper.fp8 import (
-    Scale,
-    compute_here,
-    pack_quads,
-    scale_error,
-    scales_of,
-    transposed_descriptor,
-    unpack_quads,
-)
+from flexattn.kernels_triton.hopper.fp8 import compute_here, pack_quads, transposed_descriptor, unpack_quads
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.compiler import FROM_3_9
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors

@@ -8,11 +8,12 @@ from flexattn.kernels_triton.common.features import is_plain
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import DQ_PART
 from flexattn.kernels_triton.gluon.conditions import KEYS, converts_dq
+from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.fused_arguments import FusedMeta
 from flexattn.kernels_triton.gluon.fused_launch import Fp8Operands, finish_fused, launch_of_fused
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.work_order import key_block_numbers
-from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits
+from flexattn.kernels_triton.hopper.fp8_backward_operands import copies_in_16_bits
 from flexattn.kernels_triton.runtime.device import num_processors
 from flexattn.kernels_triton.runtime.launch import launch
 
@@ -45,7 +46,7 @@ def launch_fused(kernel: Any, call: Backward, tile: Any) -> None:
     dq_block = (ROWS.value, tile.queries * tile.head_dim // KEYS)
 
     def fp8_operands() -> Fp8Operands:
-        return Fp8Operands(backward_descales(x), copies_in_16_bits(x, call.dout, call.out.dtype))
+        return Fp8Operands(descales_of(x), copies_in_16_bits(x, call.dout, call.out.dtype))
 
     prepared = launch_of_fused(call, meta, ROWS.value, dq_block, fp8_operands if is_fp8 else None)
     programs = min(prepared.programs, num_processors(x.device)) if tile.is_persistent else prepared.programs

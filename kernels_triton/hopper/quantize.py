@@ -22,9 +22,9 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tile_schedule import side_of
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.gluon.descales import Descale
+from flexattn.kernels_triton.gluon.descales import Descale, Scale
 from flexattn.kernels_triton.gluon.fp8_operands import BLOCK
-from flexattn.kernels_triton.hopper.fp8 import Scale, quads_assembly
+from flexattn.kernels_triton.hopper.fp8 import quads_assembly
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED

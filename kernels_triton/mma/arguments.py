@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.arguments import Rows
-from flexattn.kernels_triton.common.features import with_features
+from flexattn.kernels_triton.common.features import is_plain, with_features
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import slots_of_heads, split_head_dim
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
@@ -30,7 +31,10 @@ class MmaMeta(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     HAS_PAGES: bool
-    IS_FP8: bool
+    IS_FP8: bool  # widths of tiles are then in words of two numbers, see `fp8`
+    IS_E5M2: bool  # for this and the next two, in FP8
+    IS_MODIFIED: bool  # a logit is more than a scaled score
+    HAS_BLOCK_SCALES: bool  # the descales of k or of v vary along the sequence
     SENDS_LISTS: bool  # with a block mask, as in `ForwardMeta`
     CONSUMERS: int
     WARPS: int
@@ -40,7 +44,8 @@ class MmaMeta(NamedTuple):
     VALUES0: int
     VALUES1: int
     HEAD_DIM_QK: int
-    WIDTH_V: int  # v's head dim
+    HEAD_DIM_V: int
+    WIDTH_V: int  # columns of out
     STAGES: int
     HOLDS_Q: bool
     LAZY: bool
@@ -49,10 +54,18 @@ class MmaMeta(NamedTuple):
     ALIGN: int
 
 
+def columns_of_part(problem: Problem) -> int:
+    """Returns the columns of a part of a split: the padded head dim of v, in numbers."""
+    per_word = 2 if problem.is_fp8 else 1
+    return per_word * sum(split_head_dim(problem.v.shape[-1] // per_word))
+
+
 def forward_meta(problem: Problem, tile: MmaTile, group: int, cut: Cut, has_max_logit: bool) -> Any:
     """Returns the `MmaMeta` of a launch whose tiles have `group` heads each."""
     x = problem
-    qk, values = split_head_dim(x.q.shape[-1]), split_head_dim(x.v.shape[-1])
+    per_word = 2 if x.is_fp8 else 1
+    head_dim_qk, head_dim_v = (t.shape[-1] // per_word for t in (x.q, x.v))
+    qk, values = split_head_dim(head_dim_qk), split_head_dim(head_dim_v)
     return MmaMeta(
         **x.features._asdict(),
         HAS_SINK=x.has_sink,
@@ -65,16 +78,20 @@ def forward_meta(problem: Problem, tile: MmaTile, group: int, cut: Cut, has_max_
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         HAS_PAGES=x.page_table is not None,
-        IS_FP8=False,
+        IS_FP8=x.is_fp8,
+        IS_E5M2=x.q.dtype is torch.float8_e5m2,
+        IS_MODIFIED=not is_plain(x.features),
+        HAS_BLOCK_SCALES=x.has_block_scales,
         SENDS_LISTS=x.block_mask is not None,
         CONSUMERS=1,
         WARPS=tile.warps,
         QK0=qk[0],
         QK1=qk[1],
-        V0=sum(values),
+        V0=columns_of_part(x),
         VALUES0=values[0],
         VALUES1=values[1],
-        HEAD_DIM_QK=x.q.shape[-1],
+        HEAD_DIM_QK=head_dim_qk,
+        HEAD_DIM_V=head_dim_v,
         WIDTH_V=x.v.shape[-1],
         STAGES=tile.num_stages,
         HOLDS_Q=tile.holds_q,

@@ -5,18 +5,37 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Backward, Problem, is_loadable
-from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask, unsupported_call
-from flexattn.kernels_triton.mma.tiles import CAPABILITIES, WIDEST, backward_tile, dq_tile, forward_tile
+from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask, unsupported_call, unsupported_fp8_call
+from flexattn.kernels_triton.gluon.descales import scale_error, scales_of
+from flexattn.kernels_triton.mma.tiles import CAPABILITIES, FP8_CAPABILITIES, WIDEST, backward_tile, dq_tile, forward_tile
 from flexattn.kernels_triton.runtime.device import Tile, capability_of
 
 
 def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
-    """Returns the reason if the forward cannot run this problem; None: it can."""
+    """Returns the reason if the forward cannot run this problem in 16 bits; None: it can."""
     x = problem
     if capability_of(x.device) not in CAPABILITIES:
         return "it is written for compute capability 8.0, 8.6, 8.9 and 12.0"
-    if reason := unsupported_call(x) or _unsupported_rows(x, out):
+    return unsupported_call(x) or _unsupported_rows(x, out) or _unsupported_tile(x)
+
+
+def fp8_forward_unsupported(problem: Problem, out: Tensor, return_max_logit: bool) -> str | None:
+    """Returns the reason if the forward cannot run this problem in FP8; None: it can."""
+    x = problem
+    if capability_of(x.device) not in FP8_CAPABILITIES:
+        return "it is written for compute capability 8.9 and 12.0"
+    if return_max_logit:
+        return "it does not support max_logit in FP8"
+    if reason := unsupported_fp8_call(x) or _unsupported_rows(x, out):
         return reason
+    block_n = forward_tile(x).block_n
+    sides = zip("qkv", scales_of(x), (x.num_heads, x.num_heads_kv, x.num_heads_kv), (1, block_n, block_n), strict=False)
+    errors = (scale_error(name, scale, x, heads, multiple) for name, scale, heads, multiple in sides)
+    return next((error for error in errors if error), None) or _unsupported_tile(x)
+
+
+def _unsupported_tile(problem: Problem) -> str | None:
+    x = problem
     tile = forward_tile(x)
     return unsupported_block_mask(x, (tile.block_m, tile.block_n))
 
@@ -51,11 +70,12 @@ def _unsupported_rows(problem: Problem, *others: Tensor) -> str | None:
     widest = max(x.q.shape[-1], x.v.shape[-1])
     if widest > WIDEST:
         return f"it takes head dims up to {WIDEST}"
-    if x.q.shape[-1] % 8 or x.v.shape[-1] % 8:
-        return "it takes head dims that are multiples of 8"
+    multiple = 16 // x.q.element_size()
+    if x.q.shape[-1] % multiple or x.v.shape[-1] % multiple:
+        return f"it takes head dims that are multiples of {multiple}"
     if not all(is_loadable(t) for t in (x.q, x.k, x.v, *others)):
         return "its copies need rows at multiples of 16 bytes"
     meta = x.meta(Tile(64, 32, 4, 1), others)
-    if meta.ALIGN % 8:
-        return "its copies need strides that are multiples of 8"
+    if meta.ALIGN % 8 or x.meta(Tile(64, 32, 4, 1)).ALIGN % multiple:
+        return f"its copies need strides that are multiples of {multiple}"
     return "a tile's rows are too far apart for 32-bit offsets" if meta.WIDE_STRIDES else None

@@ -22,9 +22,10 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, slots_of_heads, split_head_dim
+from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, slots_of_heads
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_keys, cut_key_lists, key_block
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_room
+from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Results
 from flexattn.kernels_triton.gluon.forward_launch import Cut
@@ -57,12 +58,25 @@ from flexattn.kernels_triton.mma.arguments import (
     MmaArguments,
     Parts,
     allocate_parts,
+    columns_of_part,
     forward_meta,
     product_layout,
     rows_layout,
 )
 from flexattn.kernels_triton.mma.copies import Head, copy_keys, copy_queries
 from flexattn.kernels_triton.mma.dropout import kept
+from flexattn.kernels_triton.mma.fp8 import (
+    add_fp8_values,
+    columns_in_order,
+    factor_of_rows,
+    head_scales,
+    numbers_of,
+    scaled_sink_sum,
+    score_descale,
+    to_operand,
+    value_descale,
+    words,
+)
 from flexattn.kernels_triton.mma.products import add_product, at, load_operand, product_of_rows
 from flexattn.kernels_triton.mma.tiles import MmaTile, forward_tile
 from flexattn.kernels_triton.runtime.device import Tile
@@ -76,6 +90,7 @@ class Sums(NamedTuple):
     row_sum: Any
     acc0: Any  # the columns of both parts of v
     acc1: Any
+    descale_v: Any  # in FP8, of the block that was added last
 
 
 class Tiles(NamedTuple):
@@ -92,11 +107,23 @@ class Loads(NamedTuple):
     k: Head
     v: Head
     tiles: Tiles
+    scales: Any  # in FP8, `HeadScales`
 
 
 @gluon.jit
 def _scores(tiles: Tiles, slot, zeros, META: gl.constexpr):
-    return product_of_rows(tiles.q, at(tiles.k, slot), zeros, META.HOLDS_Q, META.QK1 > 0)
+    q = tiles.q
+    if not META.HOLDS_Q:
+        q = numbers_of(q, META)
+    return product_of_rows(q, numbers_of(at(tiles.k, slot), META), zeros, META.HOLDS_Q, META.QK1 > 0)
+
+
+@gluon.jit
+def _add_values(acc, weights, v, META: gl.constexpr):
+    if META.IS_FP8:
+        return add_fp8_values(acc, weights, v, META)
+    else:
+        return add_product(acc, weights, v)
 
 
 @gluon.jit
@@ -106,7 +133,7 @@ def _copy_k(loads: Loads, slot, column, META: gl.constexpr):
 
 @gluon.jit
 def _copy_v(loads: Loads, slot, column, META: gl.constexpr):
-    copy_keys(loads.v, loads.tiles.v, slot, column, META.VALUES0, META.WIDTH_V, META)
+    copy_keys(loads.v, loads.tiles.v, slot, column, META.VALUES0, META.HEAD_DIM_V, META)
 
 
 @gluon.jit
@@ -117,7 +144,7 @@ def _take_blocks(
     tiles = loads.tiles
     DTYPE: gl.constexpr = tiles.k.first.dtype
     PRODUCT: gl.constexpr = same.zeros.type.layout
-    row_max, row_sum, acc0, acc1 = sums.row_max, sums.row_sum, sums.acc0, sums.acc1
+    row_max, row_sum, acc0, acc1, descale_v = sums.row_max, sums.row_sum, sums.acc0, sums.acc1, sums.descale_v
     for iteration in range(first, end):
         n = same.num_blocks - 1 - iteration
         column, is_full = key_block(n, same.block_range, META)
@@ -139,21 +166,34 @@ def _take_blocks(
             if n > 0:
                 _copy_k(loads, slot, key_block(n - 1, same.block_range, META)[0], META)
             async_copy.commit_group()
+        if META.IS_FP8:
+            descale = score_descale(loads.scales, column, META)
+            if META.IS_MODIFIED:
+                s = s * descale[:, None]
         s, factor = visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
+        if META.IS_FP8:
+            factor = factor_of_rows(factor, descale, same.scale, META)
         p, row_max, correction = exponentials(s, gl.max(s, 1), row_max, factor, META)
         row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
         p = kept(p, same.draws, same.b_h, same.m_start, column, META)
-        weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, PRODUCT, 2))
-        acc0 = add_product(rescaled(acc0, correction, META), weights, tiles.v.first.index(slot))
+        if META.IS_FP8:
+            weights = to_operand(p, PRODUCT)
+        else:
+            weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, PRODUCT, 2))
+        if META.HAS_BLOCK_SCALES:
+            previous, descale_v = descale_v, value_descale(loads.scales, column, META)
+            correction = correction * (previous / descale_v)
+        acc0 = _add_values(rescaled(acc0, correction, META), weights, tiles.v.first.index(slot), META)
         if META.VALUES1 > 0:
-            acc1 = add_product(rescaled(acc1, correction, META), weights, tiles.v.second.index(slot))
-    return Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1)
+            acc1 = _add_values(rescaled(acc1, correction, META), weights, tiles.v.second.index(slot), META)
+    return Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1, descale_v=descale_v)
 
 
 @gluon.jit
 def _store_columns(
     acc, COLUMN: gl.constexpr, received: ReceivedTile, lse_row, rows, h_of_rows, args: Arguments, META: gl.constexpr
 ):
+    acc = columns_in_order(acc, META)
     if META.IS_SPLIT:
         store_split_rows(acc, COLUMN, received, lse_row, rows, h_of_rows, args, META)
     else:  # in 16 bits and in rows, so that a thread stores 16 bytes
@@ -185,6 +225,7 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     BLOCK_N: gl.constexpr = META.BLOCK_N
     VALUES0: gl.constexpr = META.VALUES0
     VALUES1: gl.constexpr = META.VALUES1
+    WORD: gl.constexpr = 2 if META.IS_FP8 else 1  # numbers
     PRODUCT: gl.constexpr = product_layout(META.WARPS)
     ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     h, b = tile.h, tile.b
@@ -214,7 +255,7 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     if META.HOLDS_Q:
         async_copy.commit_group()
         async_copy.wait_group(0)
-        q = load_operand(q, gl.DotOperandLayout(0, PRODUCT, 2))
+        q = load_operand(numbers_of(q, META), gl.DotOperandLayout(0, PRODUCT, 4 if META.IS_FP8 else 2))
     k_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, META.QK0, META.QK1)
     v_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, VALUES0, VALUES1)
     tiles = Tiles(q=q, k=k_tiles, v=v_tiles)
@@ -223,10 +264,15 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     if META.HAS_PAGES:
         b_kv = b * 0
     k, v = mma_args.k, mma_args.v
+    scales, descale_v = (), 1.0
+    if META.IS_FP8:
+        scales = head_scales(args.descales, received, h_kv, ROW, META)
+        descale_v = scales.v
     loads = Loads(
         k=Head(x=k, base=row_pointer(k, b_kv, h_kv, sequence.start_kv, META), b=b, length=len_kv, pages=args.pages),
         v=Head(x=v, base=row_pointer(v, b_kv, h_kv, sequence.start_kv, META), b=b, length=len_kv, pages=args.pages),
         tiles=tiles,
+        scales=scales,
     )
     if num_blocks > 0:
         column = key_block(num_blocks - 1, block_range, META)[0]
@@ -259,11 +305,13 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
         sink = sink_of_rows(tile, h_of_rows, args, META)
         if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
             row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
-    acc0 = gl.zeros([BLOCK_M, VALUES0], gl.float32, layout=PRODUCT)
+            if META.IS_FP8:
+                row_sum = scaled_sink_sum(row_max, row_sum, META)
+    acc0 = gl.zeros([BLOCK_M, VALUES0 * WORD], gl.float32, layout=PRODUCT)
     acc1 = acc0
     if VALUES1 > 0:
-        acc1 = gl.zeros([BLOCK_M, VALUES1], gl.float32, layout=PRODUCT)
-    sums = Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1)
+        acc1 = gl.zeros([BLOCK_M, VALUES1 * WORD], gl.float32, layout=PRODUCT)
+    sums = Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1, descale_v=descale_v)
     unmasked = unmasked_blocks(tile.first_row, BLOCK_M // META.GROUP, num_blocks, block_range, band, 1, META)
     begin = gl.minimum(unmasked.begin, num_blocks)
     end = gl.maximum(unmasked.end, begin)
@@ -283,9 +331,11 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
     rescale = (scaled(1.0 / row_sum_or_1, same.draws, META) * correction)[:, None]
+    if META.IS_FP8:
+        rescale = rescale * sums.descale_v
     _store_columns(acc0 * rescale, 0, received, lse_row, rows, h_of_rows, args, META)
     if VALUES1 > 0:
-        _store_columns(acc1 * rescale, VALUES0, received, lse_row, rows, h_of_rows, args, META)
+        _store_columns(acc1 * rescale, VALUES0 * WORD, received, lse_row, rows, h_of_rows, args, META)
 
 
 @hopper_kernel
@@ -320,7 +370,7 @@ def mma_forward(
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     queries = tile.block_m // slots_of_heads(group)
     planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
-    plan, parts = split_results(x, planned, splits, room, lse, sum(split_head_dim(x.v.shape[-1])))
+    plan, parts = split_results(x, planned, splits, room, lse, columns_of_part(x))
     cut = Cut(parts is not None, plan is not None)
     meta = forward_meta(x, tile, group, cut, has_max_logit=max_logit is not None)
     work = forward_work(x, queries, group, has_table=x.has_lengths and plan is None)
@@ -329,9 +379,9 @@ def mma_forward(
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     arguments = MmaArguments(
-        q=rows_of(x.q, meta),
-        k=rows_of(x.k, meta),
-        v=rows_of(x.v, meta),
+        q=rows_of(words(x.q), meta),
+        k=rows_of(words(x.k), meta),
+        v=rows_of(words(x.v), meta),
         call=Arguments(
             descriptors=None,
             steps=None,
@@ -342,7 +392,7 @@ def mma_forward(
                 whole_lse_ptr=None if plan is None else lse,
                 out=rows_of(out, meta),
             ),
-            descales=None,
+            descales=descales_of(x) if x.is_fp8 else None,
             work=work,
             num_splits=splits if splits > 1 else None,
             plan=plan,

@@ -31,13 +31,14 @@ def load_operand(tiles: Parts, LAYOUT: gl.constexpr):
 @gluon.jit
 def _add_part(s, a, b, IN_REGISTERS: gl.constexpr):
     # Adds a b^T of one part. If a is in shared memory, a few columns are loaded at a time.
-    A: gl.constexpr = gl.DotOperandLayout(0, s.type.layout, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, s.type.layout, 2)
+    K_WIDTH: gl.constexpr = 32 // b.dtype.primitive_bitwidth
+    A: gl.constexpr = gl.DotOperandLayout(0, s.type.layout, K_WIDTH)
+    B: gl.constexpr = gl.DotOperandLayout(1, s.type.layout, K_WIDTH)
     WIDTH: gl.constexpr = b.shape[1]
     if IN_REGISTERS:
         s = mma_v2(a, b.permute((1, 0)).load(B), s)
     else:
-        AT_ONCE: gl.constexpr = min(WIDTH, 64)
+        AT_ONCE: gl.constexpr = min(WIDTH, 32 * K_WIDTH)
         for first in gl.static_range(0, WIDTH, AT_ONCE):
             s = mma_v2(a.slice(first, AT_ONCE, 1).load(A), b.slice(first, AT_ONCE, 1).permute((1, 0)).load(B), s)
     return s

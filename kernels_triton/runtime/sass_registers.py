@@ -205,6 +205,8 @@ def _instructions(sass: str) -> list[_Instruction]:
 def _registers(name: str, text: str) -> tuple[int, int]:
     """Returns (reads, writes) of an operation with its modifiers, "UIADD3.64", and operands, "UR8, UR16, 0x4, URZ"."""
     operation, *modifiers = name.split(".")
+    if operation == "UIMNMX" and {"S64", "U64"} & {*modifiers}:  # sm_120 has it
+        modifiers.append("64")
     operands = [part for part in map(str.strip, text.split(",")) if not _PREDICATE.fullmatch(part)]
     reads, writes = 0, 0
     if operands and not _WRITES_NONE.fullmatch(operation) and (target := _REGISTER.fullmatch(operands[0])):

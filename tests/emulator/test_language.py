@@ -175,6 +175,15 @@ def test_mma_sync_that_gluon_refuses(what: str, said: str) -> None:
     assert said in str(report)
 
 
+def test_fp8_products_of_words() -> None:
+    a, b = torch.randn(64, 64).to(torch.float8_e4m3fn), torch.randn(32, 64).to(torch.float8_e5m2)
+    rows_out, columns_out = torch.empty(64, 32), torch.empty(64, 64)
+    clean(emulator.launch(samples.fp8_products, (1,), a, b.view(torch.int16), rows_out, columns_out))
+    torch.testing.assert_close(rows_out.double(), a.double() @ b.double().T, atol=1e-5, rtol=1e-5)
+    columns = torch.cat([b[:, ::2].double(), b[:, 1::2].double()], 1)
+    torch.testing.assert_close(columns_out.double(), a[:, :32].double() @ columns, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_pairs_of_fp8(dtype: torch.dtype) -> None:
     x = torch.arange(512).to(torch.uint8).view(dtype)

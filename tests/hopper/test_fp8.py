@@ -15,10 +15,11 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_L
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.gluon.descales import Scale
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_backward_operands
 from flexattn.kernels_triton.hopper import quantize as hopper_fp8_quantize
-from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
+from flexattn.kernels_triton.hopper.fp8 import empty_transposed
 from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward, select_fp8_tile
 from flexattn.kernels_triton.hopper.quantize import dequantize, quantize
 from flexattn.kernels_triton.runtime.device import capability_of

@@ -17,9 +17,9 @@ from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.gluon.descales import Scale
 from flexattn.kernels_triton.hopper import dkdv_consumer, dq_consumer, fp8_backward_operands
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-from flexattn.kernels_triton.hopper.fp8 import Scale
 from flexattn.kernels_triton.hopper.fp8_backward import FP8_BACKWARD, Fp8BackwardTile
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks

@@ -147,6 +147,16 @@ _PRODUCT = ("IADD3 R4, P2, R4, 0x2, RZ", "R2UR UR6, R4", "UMOV UR7, 0x1", "HGMMA
         (("UIADD3.64 UR4, URZ, 0x2, URZ", "HGMMA.64x64x16.F32 R24, R56, gdesc[UR4].tnspB, R24", "EXIT"), ("UR6", "UR7")),
         (("R2UR UR8, R4", "ULDC.64 UR6, c[0x0][0x208]", "UTMALDG.1D [UR8], [UR6]", "EXIT"), ("UR9", "UR10")),
         (("ULDC.64 UR4, c[0x0][0x8]", "UIMAD.WIDE.U32 UR6, UP1, UR4, UR5, UR6", "EXIT"), ("UR6", "UR7")),
+        (
+            (
+                "UMOV UR4, 0x1",
+                "UMOV UR5, 0x1",
+                "UIMNMX.S64 UPT, UPT, UR6, UR4, UR4, UPT, !UPT",
+                "UIADD3.64 UR8, UR6, 0x1, URZ",
+                "EXIT",
+            ),
+            (),
+        ),
         # a copy is no use; a later use is reported, even if the copy was parked in an ordinary register
         (("UMOV UR5, UR4", "UMOV UR5, 0x1", "STS [UR5], R2", "EXIT"), ()),
         (("UMOV UR5, UR4", "STS [UR5], R2", "EXIT"), ("UR5",)),

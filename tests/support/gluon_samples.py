@@ -410,6 +410,36 @@ def mma_sync(a_ptr, b_ptr, out_ptr, WHAT: gl.constexpr):
 
 
 @gluon.jit
+def fp8_products(a_ptr, b_ptr, rows_out_ptr, columns_out_ptr):
+    # For a in E4M3 [64, 64], and b in E5M2 [32, 64] that lies in shared memory as words of two numbers: a times the transpose of b,
+    # column by column of each half, and the first half of a's columns times b, whose even columns come first
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))[:, None]
+    keys = gl.arange(0, 32, layout=gl.SliceLayout(1, LOADED))[:, None]
+    columns = gl.arange(0, 32, layout=gl.SliceLayout(0, LOADED))[None, :]
+    words = gl.allocate_shared_memory(gl.int16, [32, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+    words.store(gl.load(b_ptr + keys * 32 + columns))
+    b = words._reinterpret(gl.float8e5, [32, 64], gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
+    out = gl.zeros([64, 32], gl.float32, layout=LAYOUT)
+    for half in gl.static_range(2):
+        a = gl.convert_layout(gl.load(a_ptr + rows * 64 + half * 32 + columns), gl.DotOperandLayout(0, LAYOUT, 4))
+        out = mma_v2(a, b.slice(half * 32, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 4)), out)
+    gl.store(rows_out_ptr + rows * 32 + columns, gl.convert_layout(out, LOADED))
+    bytes_of_words: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
+    pairs = words.load(gl.DotOperandLayout(1, LAYOUT, 2))
+    even, odd = gl.inline_asm_elementwise(bytes_of_words, "=r,=r,r,r", [pairs], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+    both = gl.reshape(gl.permute(gl.join(even, odd), [0, 2, 1]), [32, 64])
+    both = gl.convert_layout(both, gl.DotOperandLayout(1, LAYOUT, 4)).to(gl.float8e5, bitcast=True)
+    a = gl.convert_layout(gl.load(a_ptr + rows * 64 + columns), gl.DotOperandLayout(0, LAYOUT, 4))
+    out = mma_v2(a, both, gl.zeros([64, 64], gl.float32, layout=LAYOUT))
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))[:, None]
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, WIDE))[None, :]
+    gl.store(columns_out_ptr + rows * 64 + columns, gl.convert_layout(out, WIDE))
+
+
+@gluon.jit
 def pairs_of_fp8(x_ptr, y_ptr, KIND: gl.constexpr):
     # Four numbers of FP8 in each of 128 words, in fp16
     cvt: gl.constexpr = "cvt.rn.f16x2.e5m2x2" if KIND == "e5m2" else "cvt.rn.f16x2.e4m3x2"

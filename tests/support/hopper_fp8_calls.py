@@ -16,12 +16,13 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.gluon.descales import Scale
 from flexattn.kernels_triton.gluon.fp8_operands import BLOCK
 from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
-from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
+from flexattn.kernels_triton.hopper.fp8 import empty_transposed
 from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
 from tests.support.fp8_sums import short_sums
 
@@ -112,9 +113,10 @@ class Fp8Call(NamedTuple):
     stands_for: Operands  # in fp32
 
 
-def fp8_call(spec: AttentionSpec, x: Operands, granularity: Granularity = "head") -> Fp8Call:
+def fp8_call(spec: AttentionSpec, x: Operands, granularity: Granularity = "head", dtype: torch.dtype = E4M3) -> Fp8Call:
     problem = triton_backend.to_problem(spec, x)
-    q, k, v = (quantise(problem, side, t, granularity) for side, t in (("q", problem.q), ("kv", problem.k), ("kv", problem.v)))
+    sides = (("q", problem.q), ("kv", problem.k), ("kv", problem.v))
+    q, k, v = (quantise(problem, side, t, granularity, dtype) for side, t in sides)
     stands_for = x._replace(
         **{
             name: as_bshd(t.stands_for, fmt)
