@@ -193,6 +193,45 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     return _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
 
 
+@triton.jit
+def _clear_padding(args: Arguments, padding, b, h, start_q, lse_ptr, out: Rows, META: tl.constexpr):
+    # Writes out and lse of the rows beside a sequence that this program is responsible for, see `padding_rows`
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    lengths_q = args.inputs.lengths_q
+    num_heads = args.inputs.num_heads
+    out_step, row_offsets = row_steps(out.stride_s, BLOCK_M, META)
+    for own_block in range(META.HEADS):
+        head_index = h + own_block
+        head_out = row_pointer(out, b, head_index, start_q, META)
+        head_lse = (
+            lse_ptr
+            + tl.cast(head_index if META.IS_RAGGED_Q else b * num_heads + head_index, tl.int64) * lengths_q.num_tokens
+            + start_q
+        )
+        for side in tl.static_range(2 if META.IS_RAGGED_Q else 1):
+            first_padding, end_padding = (padding.begin, padding.end) if side == 0 else (padding.front_begin, padding.front)
+            store_zeros(head_out, out_step, row_offsets, first_padding, end_padding, META.HEAD_DIM_V, META.V0, META.V1)
+            for row in range(first_padding, end_padding, BLOCK_M):
+                hidden = row + tl.arange(0, BLOCK_M)
+                tl.store(head_lse + hidden, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=hidden < end_padding)
+
+
+@triton.jit
+def _with_sink(row_max, row_sum, sink, OFFSET: tl.constexpr, META: tl.constexpr):
+    # Returns the statistics of rows with a sink, and the factor of sums that were relative to the old maximum
+    new_max = tl.maximum(row_max, sink)
+    if META.IS_UNBOUNDED:
+        factor = exponent_factor(new_max)
+        scaled_max = scaled_row_max(new_max, factor, OFFSET)
+        correction = tl.exp2(scaled_row_max(row_max, factor, OFFSET) - scaled_max)
+        row_sum = row_sum * correction + tl.exp2(tl.fma(sink, factor, -scaled_max))
+    else:
+        scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        correction = tl.exp2(row_max - scaled_max)
+        row_sum = row_sum * correction + tl.exp2(sink - scaled_max + OFFSET)
+    return new_max, row_sum, correction
+
+
 @kernel
 def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     wait_for_previous(META.OVERLAPS)
@@ -253,21 +292,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     if META.HAS_LENGTHS and plan.before_ptr is None:
         padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, QUERIES, META.IS_RAGGED_Q)
         slot_q = padding.slot
-        out_step, row_offsets = row_steps(out.stride_s, BLOCK_M, META)
-        for own_block in range(META.HEADS):
-            head_index = h + own_block
-            head_out = row_pointer(out, b, head_index, start_q, META)
-            head_lse = (
-                lse_ptr
-                + tl.cast(head_index if META.IS_RAGGED_Q else b * num_heads + head_index, tl.int64) * lengths_q.num_tokens
-                + start_q
-            )
-            for side in tl.static_range(2 if META.IS_RAGGED_Q else 1):
-                first_padding, end_padding = (padding.begin, padding.end) if side == 0 else (padding.front_begin, padding.front)
-                store_zeros(head_out, out_step, row_offsets, first_padding, end_padding, META.HEAD_DIM_V, V0, V1)
-                for row in range(first_padding, end_padding, BLOCK_M):
-                    hidden = row + tl.arange(0, BLOCK_M)
-                    tl.store(head_lse + hidden, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=hidden < end_padding)
+        _clear_padding(args, padding, b, h, start_q, lse_ptr, out, META)
         if first_row >= len_q:
             if args.max_logit_ptr is not None:
                 tl.store(args.max_logit_ptr + place, float("-inf"))
@@ -354,18 +379,8 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         sink = load_sink(inputs.softmax_offset_ptr, heads, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
         if split is not None:
             sink = tl.where(split == 0, sink, float("-inf"))
-        new_max = tl.maximum(row_max, sink)
-        if META.IS_UNBOUNDED:
-            factor = exponent_factor(new_max)
-            scaled_max = scaled_row_max(new_max, factor, OFFSET)
-            correction = tl.exp2(scaled_row_max(row_max, factor, OFFSET) - scaled_max)
-            row_sum = row_sum * correction + tl.exp2(tl.fma(sink, factor, -scaled_max))
-        else:
-            scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-            correction = tl.exp2(row_max - scaled_max)
-            row_sum = row_sum * correction + tl.exp2(sink - scaled_max + OFFSET)
+        row_max, row_sum, correction = _with_sink(row_max, row_sum, sink, OFFSET, META)
         rescale *= correction
-        row_max = new_max
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     rescale = rescale / row_sum
     if (META.IS_KV_FP8 and not META.HAS_TOKEN_SCALES_V) or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
