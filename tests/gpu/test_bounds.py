@@ -172,14 +172,14 @@ def test_scales_of_dout_if_max_seqlen_exceeds_the_tokens(dim: int, deterministic
     """A backward that quantises dout has room for more scales than there are blocks of rows: gradients keep their bits."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "always")
     torch.manual_seed(dim)
-    ends = torch.tensor([0, 70, 79], dtype=torch.int32, device="cuda")
-    q, k, v = (torch.randn(79, 3, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    ends = torch.tensor([0, 260, 300], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(300, 3, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q) * torch.tensor([1.0, 30.0, 1e3], device="cuda", dtype=torch.bfloat16)[:, None]
     call = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     call |= {"fp8_recipe": fp8.Recipe(granularity="batch_head"), "deterministic": deterministic, "backend": "triton"}
     found = []
-    for longest in (70, 128, 129, 512):
-        out = attention(q, k, v, max_seqlen_q=longest, max_seqlen_kv=70, **call)
+    for longest in (260, 400, 512):
+        out = attention(q, k, v, max_seqlen_q=longest, max_seqlen_kv=260, **call)
         found.append(torch.autograd.grad(out, (q, k, v), dout))
     for gradients in found[1:]:
         for got, wanted in zip(gradients, found[0], strict=True):
