@@ -164,3 +164,24 @@ def test_wild_numbers_under_memcheck(hopper: str, fresh_python: Any) -> None:
         command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
         done = subprocess.run(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_scales_of_dout_if_max_seqlen_exceeds_the_tokens(dim: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that quantises dout has room for more scales than there are blocks of rows: gradients keep their bits."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", "always")
+    torch.manual_seed(dim)
+    ends = torch.tensor([0, 260, 300], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(300, 3, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q) * torch.tensor([1.0, 30.0, 1e3], device="cuda", dtype=torch.bfloat16)[:, None]
+    call = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    call |= {"fp8_recipe": fp8.Recipe(granularity="batch_head"), "deterministic": deterministic, "backend": "triton"}
+    found = []
+    for longest in (260, 400, 512):
+        out = attention(q, k, v, max_seqlen_q=longest, max_seqlen_kv=260, **call)
+        found.append(torch.autograd.grad(out, (q, k, v), dout))
+    for gradients in found[1:]:
+        for got, wanted in zip(gradients, found[0], strict=True):
+            error, size = (t.double().norm(dim=(0, 2)) for t in (got - wanted, wanted))
+            assert (error <= (0.0 if deterministic else 0.01) * size).all()
