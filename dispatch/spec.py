@@ -301,6 +301,12 @@ def _empty(like: Tensor, shape: tuple[int, ...], fmt: str, memory: str, dtype: t
     return like.new_empty_strided(shape, [strides[name] for name in fmt], dtype=dtype)
 
 
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Returns the compute capability of a GPU, or None for another device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 class AttentionSpec(NamedTuple):
     """All static facts that decide which kernel can run. It is hashable and has no tensors, no scalar inputs and no exact lengths.
 

@@ -469,7 +469,7 @@ def quantize_config(
 
 def _reads_16_bit(device: torch.device) -> bool:
     """Returns whether a backward in FP8 on the device reads q, k and dout in 16 bits."""
-    return ops._capability(device) == (9, 0)
+    return ops.capability_of(device) == (9, 0)
 
 
 # The flag that torch.compiler.assume_constant_result sets; calling that would import Dynamo.

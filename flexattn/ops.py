@@ -34,6 +34,7 @@ from flexattn.dispatch.spec import (
     parse_format,
     with_classes,
 )
+from flexattn.dispatch.spec import capability_of as capability_of  # tools replace it
 from flexattn.lengths import check_values
 from flexattn.validation import check_apart, check_descale_values, check_floor
 from flexattn.warn import warn_once
@@ -204,13 +205,7 @@ def _fp8(x: Operands, settings: Settings) -> Fp8:
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
     """Returns the spec of a call on its device, for `explain` and the operators."""
-    device = x.q.device
-    return with_classes(make_spec(x, settings, _capability(device) if device.type == "cuda" else None), x)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return with_classes(make_spec(x, settings, capability_of(x.q.device)), x)
 
 
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
