@@ -449,7 +449,7 @@ def _mods(program: Program, x: Operands) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _lowered(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool) -> tuple[Any, Any]:
+def _lowered(program: Program, capture_layouts: tuple[object, ...], is_fp32: bool) -> tuple[Any, Any]:
     """Returns the program's graphs as Triton functions, and as Triton functions that read tables, or None without tables."""
     from flexattn.kernels_triton.mods.hoisting import hoist
 

@@ -260,7 +260,7 @@ def look_up(
 
 
 def _look_up_all(
-    rest: tuple[Any, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
+    rest: tuple[object, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: object
 ) -> tuple[CallKey | None, KeptCall | None]:
     """`look_up` among all calls, by the whole key. rest: its part for all but tensors."""
     global _latest

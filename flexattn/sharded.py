@@ -55,7 +55,7 @@ def attend_sharded(
     if arguments["bias_type"] == "alibi" and arguments["alibi_slopes"] is None:
         arguments["alibi_slopes"] = default_slopes(heads, q.to_local() if isinstance(q, DTensor) else q)
 
-    def local(x: Any, heads_dim: int | None, batch_dim: int | None, sequence_dim: int | None = None) -> Any:
+    def local(x: object, heads_dim: int | None, batch_dim: int | None, sequence_dim: int | None = None) -> Any:
         """Returns x's part on this rank, given its dims of heads, batch and tokens. A dim of None is not divided."""
         if not isinstance(x, Tensor):
             return x
@@ -229,5 +229,5 @@ def _shifted(mod: Callable[..., Any], position: int, first_row: int, first_head:
     return shifted
 
 
-def _dim(x: Any) -> int:
+def _dim(x: object) -> int:
     return x.dim() if isinstance(x, Tensor) else 0

@@ -57,14 +57,14 @@ def digest_of(t: Tensor | None) -> str | None:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
-def numbers_of(mod: Any) -> tuple[Any, ...]:
+def numbers_of(mod: object) -> tuple[Any, ...]:
     """Returns digests of the values that a mod reads, the same in any process. A mod without a key gives none."""
     captures = find_captures(mod)
     whole = hashlib.sha256(repr(_plain(captures.key)).encode()).hexdigest()[:16]
     return (whole, *captures.floats, *((name, digest_of(t)) for name, t in captures.tensors))
 
 
-def _plain(key: Any) -> Any:
+def _plain(key: object) -> Any:
     """Returns a key with everything but numbers and texts replaced by type names, so that it prints the same in every process."""
     if isinstance(key, (tuple, list)):
         return [_plain(part) for part in key]

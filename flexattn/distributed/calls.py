@@ -232,7 +232,7 @@ def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[A
     return Part(part.q[rows], part.k[keys], part.v[keys]), rows, keys
 
 
-def lse_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
+def lse_index(index: tuple[object, ...]) -> tuple[Any, ...]:
     """Returns the index into lse, [b, h, s] or [h, t], for rows with this index in q."""
     return (..., index[-1])
 

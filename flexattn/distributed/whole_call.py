@@ -255,7 +255,7 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-def check_arguments(plan: Any, options: dict[str, Any]) -> None:
+def check_arguments(plan: object, options: dict[str, Any]) -> None:
     """Raises for a wrong plan, and for an argument that `attention` does not have or that cannot be split."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; accepted: a Plan from flexattn.distributed.plan")
