@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexattn.compat import runs_as_it_is
 from flexattn.dispatch.options import check_values, peer_memory
+from flexattn.distributed.capture import Group
 from flexattn.distributed.exchange import waiting
 from flexattn.mods.captures import find_captures
 
@@ -24,7 +25,7 @@ def breaks_graphs(function: Any) -> None:
     runs_as_it_is(function)
 
 
-def agree(group: Any, what: str, facts: dict[str, Any], error: Exception | None) -> None:
+def agree(group: Group, what: str, facts: dict[str, Any], error: Exception | None) -> None:
     """Raises this rank's own `error`. Under FLEXATTN_CHECK=1, raises on every rank if one has an error or if the calls differ.
 
     own: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call, for the text.

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,9 @@ class Call(NamedTuple):
     runs: Runs  # rows of q that the pieces cover
     arguments: dict[str, Any]  # the arguments of `attention` that say which keys a query sees
     is_own: bool = False  # whether its keys are rows of this rank's tensors, not of the fetched ones
+
+
+Index = tuple[slice | EllipsisType, ...]  # of the rows of a tensor
 
 
 class Part(NamedTuple):
@@ -225,14 +229,14 @@ def _call(
     return Call(pieces, band, origin, packing, by_eights, blocks, **hull_rows)
 
 
-def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[Any, ...]]:
+def rows_of_call(call: Call, part: Part) -> tuple[Part, Index, Index]:
     """Returns a call's tensors, and the index of its rows in q and in k."""
     tokens = () if call.packing is not None else (slice(None),)
     rows, keys = (*tokens, slice(*call.rows)), (*tokens, slice(*call.keys))
     return Part(part.q[rows], part.k[keys], part.v[keys]), rows, keys
 
 
-def lse_index(index: tuple[object, ...]) -> tuple[Any, ...]:
+def lse_index(index: Index) -> Index:
     """Returns the index into lse, [b, h, s] or [h, t], for rows with this index in q."""
     return (..., index[-1])
 
@@ -266,7 +270,7 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[
     return arguments | mods | {"score_mod_tensors": scores.mod_tensors(shared.mod_tensors)}
 
 
-def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...]:
+def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> Index:
     """Returns the index of a piece in the full bias, or in the bias of this rank's queries. Dims of size 1 stay."""
     first = piece.rows.start if has_own_rows else piece.q_start
     starts = ((first, piece.rows.size, 2), (piece.kv_start, piece.keys.size, 3))
@@ -317,7 +321,7 @@ class Seeds(NamedTuple):
     def for_heads(self, heads: slice) -> Seeds:
         return Seeds(*(None if t is None else t[..., heads, :] for t in self))  # type: ignore[arg-type]
 
-    def at(self, rows: tuple[Any, ...]) -> Seeds:
+    def at(self, rows: Index) -> Seeds:
         """Returns the gradients for rows with this index in dout."""
         dout, dlse, dout8 = self
         return Seeds(dout[rows], None if dlse is None else dlse[lse_index(rows)], None if dout8 is None else dout8[rows])
@@ -418,7 +422,7 @@ def add_sink(results: Results, offset: Tensor) -> Results:
 
 def merge_into(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
     """Merges a call's out and lse into the results of its rows. Rows without a key have lse -inf."""
-    index: tuple[Any, ...] = (*(() if call.packing is not None else (slice(None),)), slice(*call.rows))
+    index: Index = (*(() if call.packing is not None else (slice(None),)), slice(*call.rows))
     at = lse_index(index)
     fmt = "bshd" if call.packing is None else "thd"
     before = results.out[index], results.lse[at]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -280,7 +280,7 @@ class _SliceFetcher:
         self.lanes.is_last = self._are_own_first  # Fetch on the lane of the calls that need the keys, before all other calls.
         self.next_fetch = self._begin(0)
 
-    def _lane(self) -> contextlib.AbstractContextManager[Any]:
+    def _lane(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context of the lane that fetches keys: the main lane, or the side lane if calls on own keys do not wait."""
         return self.lanes.side() if self._are_own_first else contextlib.nullcontext()
 

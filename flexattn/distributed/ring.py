@@ -8,7 +8,7 @@ https://arxiv.org/abs/2310.01889).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from flexattn.distributed.exchange import rotate, wait
 from flexattn.distributed.layout import size_of
 from flexattn.distributed.mask import merged
 from flexattn.distributed.plans import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 
 @tables(32)
@@ -127,7 +130,7 @@ class Ring(NamedTuple):
             grad = self._arrived(rotate(grad, self._rows_of_step(plan.ranks), plan.group))
         return InputGradients(dq, *split_kv(grad, dim, packed), shared_sums)
 
-    def _arrived(self, travelling: tuple[Tensor, Sequence[Any]]) -> Tensor:
+    def _arrived(self, travelling: tuple[Tensor, Sequence[Work]]) -> Tensor:
         received, works = travelling
         wait(works, self.plan.group)
         return received
