@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,16 +26,16 @@ def breaks_graphs(function: Any) -> None:
     runs_as_it_is(function)
 
 
-def agree(group: Group, what: str, facts: dict[str, Any], error: Exception | None) -> None:
+def agree(group: Group, what: str, facts: Mapping[str, object], error: Exception | None) -> None:
     """Raises this rank's own `error`. Under FLEXATTN_CHECK=1, raises on every rank if one has an error or if the calls differ.
 
-    own: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call, for the text.
+    facts: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call, for the text.
     """
     if not check_values():
         if error is not None:
             raise error
         return
-    facts = facts | {"FLEXATTN_PEER_MEMORY": peer_memory()}
+    facts = {**facts, "FLEXATTN_PEER_MEMORY": peer_memory()}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     with waiting(f"the comparison of the ranks' calls of {what}", group):
         dist.all_gather_object(gathered, (facts, None if error is None else f"{type(error).__name__}: {error}"), group=group)

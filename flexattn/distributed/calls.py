@@ -16,6 +16,7 @@ from torch import Tensor
 from flexattn import in_layout
 from flexattn.backward import Given, Gradients, attention_backward
 from flexattn.dispatch.options import requested_backend
+from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.dispatch.spec import Results as SpecResults
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
@@ -60,7 +61,7 @@ class Scores:
         """Returns whether the requested backend can return partial results in float32."""
         return requested_backend(self.common.get("backend")) != "cudnn"
 
-    def fp32_gradients(self, wanted: str) -> str:
+    def fp32_gradients(self, wanted: Fp32Gradients) -> Fp32Gradients:
         """Returns `wanted`, the partial gradients that are summed, or "none" if the backend cannot return float32."""
         return wanted if self.gives_fp32 else "none"
 
@@ -343,7 +344,7 @@ def differentiate(
     seeds: Seeds,
     context: tuple[Scores, Shared],
     shared_sums: list[Tensor | None],
-    fp32: str,
+    fp32: Fp32Gradients,
 ) -> Gradients:
     """Returns the gradients of a call's rows, computed from the full out and lse in `results`.
 
@@ -360,7 +361,7 @@ def differentiate(
     with torch.enable_grad():
         arguments = arguments_of(call, scores, leaves, local.q)
     operands = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
-    summed: Any = scores.fp32_gradients(fp32)
+    summed = scores.fp32_gradients(fp32)
     if scores.fp8_call is None:
         gradients = attention_backward(*operands[:-1], dlse=dlse, **arguments, fp32_gradients=summed)
     else:
@@ -563,7 +564,7 @@ def differentiate_all(
     seeds: Seeds,
     context: tuple[Scores, Shared],
     lanes: Lanes,
-    fp32: Sequence[str],
+    fp32: Sequence[Fp32Gradients],
     own: Part | None = None,
 ) -> CallGradients:
     """Returns the gradients of `attend_all`, except for the sink, on the same lanes. The back lane may use them next.

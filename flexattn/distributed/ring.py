@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.distributed.calls import (
     Call,
     InputGradients,
@@ -106,7 +107,7 @@ class Ring(NamedTuple):
         kv = concatenate_kv(k, v, packed)
         grad = torch.zeros(kv.shape, dtype=wide, device=kv.device)
         steps = self._steps(shared, q.device)
-        fp32 = "dqkv" if plan.ranks > 1 or len(steps[0]) > 1 else "none"
+        fp32: Fp32Gradients = "dqkv" if plan.ranks > 1 or len(steps[0]) > 1 else "none"
         for step, calls in enumerate(steps):
             if step + 1 < plan.ranks:
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)

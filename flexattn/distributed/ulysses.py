@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.distributed import peer_memory
 from flexattn.distributed.calls import (
     Calls,
@@ -344,7 +345,7 @@ class Ulysses(NamedTuple):
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
             is_shared = sum(run.size for run in self._split.kv) > self.heads_kv or places is not None
             is_sum = is_shared or len(calls.longest_first) > 1
-            fp32 = ["dkv" if is_sum else "none"] * len(calls.longest_first)
+            fp32: list[Fp32Gradients] = ["dkv" if is_sum else "none"] * len(calls.longest_first)
             gradients = differentiate_all(calls, part, Results(out, lse), head_seeds, context, _one_lane(whole_q), fp32)
             shared_part = gradients.shared
             if calls.whole is None:

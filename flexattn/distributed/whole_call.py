@@ -22,6 +22,7 @@ from flexattn.distributed.calls import COMMON, InputGradients, Results, Scores, 
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
+from flexattn.distributed.origin import Mod
 from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
@@ -75,7 +76,7 @@ class CheckedCall:
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
         self.qkv_format, self.return_lse, self.scores, self.needs_grad = "bshd", False, Scores(), True
-        self.plan_facts: dict[str, Any] = {}  # facts from the plan and the shapes, equal on all ranks
+        self.plan_facts: dict[str, object] = {}  # facts from the plan and the shapes, equal on all ranks
         self.is_ordinary = False  # whether the call comes from the cache, whose calls no mode sees and whose tensors are plain
 
     @classmethod
@@ -175,7 +176,7 @@ class CheckedCall:
         *shared, descales, mod_tensors = self.shared
         return (*self.qkv, *shared, *(descales or (None,) * NUM_DESCALES), *mod_tensors)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Returns values that must be equal on all ranks. Reads shared tensors on the host, and so waits for the device."""
         scores, shared = self.scores, self.shared
         mod_numbers = [numbers_of(mod) for mod in (scores.score_mod, scores.mask_mod) if mod is not None]
@@ -237,7 +238,7 @@ def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
     options["mask_mod"] = blocks.mask_mod
 
 
-def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[Any, ...]:
+def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[object, ...]:
     """Returns the shapes of shared tensors, bias first. Omits the rows of a bias that has only this rank's rows."""
     shapes = [None if t is None else tuple(t.shape) for t in shared]
     if has_own_rows and shapes[0] is not None:
@@ -329,7 +330,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     return scores, Shared(bias, slopes, offset, rng_state if dropout_p > 0 else None, (), values)
 
 
-def _check_mod(name: str, mod: Any, tensors: Any, sizes: tuple[int, int, Plan]) -> None:
+def _check_mod(name: str, mod: Mod, tensors: Mapping[str, Tensor] | Sequence[Tensor], sizes: tuple[int, int, Plan]) -> None:
     """Raises for a mod that cannot be split, because its captured tensors require a gradient."""
     batch, heads, plan = sizes
     check_sizes = getattr(mod, "_flexattn_check_sizes", None)
