@@ -29,7 +29,7 @@ def breaks_graphs(function: Any) -> None:
 def agree(group: Group, what: str, facts: Mapping[str, object], error: Exception | None) -> None:
     """Raises this rank's own `error`. Under FLEXATTN_CHECK=1, raises on every rank if one has an error or if the calls differ.
 
-    facts: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call, for the text.
+    facts: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call.
     """
     if not check_values():
         if error is not None:
