@@ -88,24 +88,7 @@ class CheckedCall:
         _with_blocks(plan, options)
         fmt = options.pop("qkv_format", None) or ("thd" if plan.is_packed else "bshd")
         validation.check_name("qkv_format", fmt, ("thd",) if plan.is_packed else ("bshd", "sbhd", "bhsd"))
-        q, k, v = cast_for_autocast(q, k, v)
-        fp8.check_unpacked(q, k, v)
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            if type(t).__name__ == "DTensor":
-                raise TypeError(f"{name} is a DTensor; accepted: a local tensor, such as {name}.to_local()")
-            if isinstance(t, Tensor) and isinstance(q, Tensor) and t.dtype != q.dtype:
-                raise TypeError(
-                    f"{name} has dtype {t.dtype} and q {q.dtype}; accepted: the same dtype. Use attention_over_ranks for a cache"
-                )
-        validation.check_qkv(q, k, v, fmt, fmt)
-        q, k, v = (as_bshd(t, fmt) for t in (q, k, v))
-        rank, dim, dims = plan.rank, 0 if plan.is_packed else 1, "thd" if plan.is_packed else "bshd"
-        for name, t, runs in (("q", q, plan.q_runs), ("k", k, plan.kv_runs)):
-            if t.shape[dim] != size_of(runs[rank]):
-                raise ValueError(
-                    f"{name} has {t.shape[dim]} tokens on rank {rank}; accepted: the {size_of(runs[rank])} of the plan. Use "
-                    "`shard` to select them"
-                )
+        q, k, v = _checked_tensors(*cast_for_autocast(q, k, v), plan, fmt)
         wanted = {name: options.pop(name, False) for name in ("return_lse", "return_max_logit")}
         for name, is_wanted in wanted.items():
             validation.check_flag(name, is_wanted)
@@ -118,7 +101,7 @@ class CheckedCall:
         fp8_call = quantise.check(recipe_and_state, (q, k, v), plan, needs_grad, request)
         descales = options.get("descale_q"), options.get("descale_k"), options.get("descale_v")
         rows = 0 if fp8_call is None else fp8_call.recipe.rows
-        batch = len(plan.mask.lengths_q) if plan.is_packed else q.shape[0]
+        batch, dims = (len(plan.mask.lengths_q), "thd") if plan.is_packed else (q.shape[0], "bshd")
         checked_descales = validation.check_fp8(q, k, dims, dims, batch, quantise.whole_sizes(plan), rows, descales)
         shared = shared._replace(descales=checked_descales)
         if wanted["return_max_logit"]:
@@ -142,15 +125,7 @@ class CheckedCall:
                 f"bias has only the rows of this rank's queries with strategy {chosen!r}. Pass the full bias, or use strategy "
                 "'gather', 'halo' or 'ring'"
             )
-        runner: Strategy
-        if chosen == "ulysses+ring":
-            inside, between = plan.inside_host()
-            runner = Ulysses(inside, scores, heads.q, heads.kv, between)
-        elif chosen == "ulysses":
-            runner = Ulysses(plan, scores, heads.q, heads.kv)
-        else:
-            runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores, {})
-        call = cls(runner, plan, (q, k, v), shared)
+        call = cls(_strategy(chosen, plan, scores, heads), plan, (q, k, v), shared)
         call.qkv_format, call.return_lse, call.scores, call.needs_grad = fmt, wanted["return_lse"], scores, needs_grad
         call.plan_facts = {
             "plan": plan.digest,
@@ -222,6 +197,38 @@ class CheckedCall:
         if not self.return_lse and peaks is None:
             return whole
         return chosen(whole, lse, max_logit, self.return_lse, peaks is not None)
+
+
+def _checked_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns this rank's tensors as [b, s, h, d] or [t, h, d]. Raises if they are not the tokens of the plan."""
+    fp8.check_unpacked(q, k, v)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if type(t).__name__ == "DTensor":
+            raise TypeError(f"{name} is a DTensor; accepted: a local tensor, such as {name}.to_local()")
+        if isinstance(t, Tensor) and isinstance(q, Tensor) and t.dtype != q.dtype:
+            raise TypeError(
+                f"{name} has dtype {t.dtype} and q {q.dtype}; accepted: the same dtype. Use attention_over_ranks for a cache"
+            )
+    validation.check_qkv(q, k, v, fmt, fmt)
+    q, k, v = as_bshd(q, fmt), as_bshd(k, fmt), as_bshd(v, fmt)
+    rank, dim = plan.rank, 0 if plan.is_packed else 1
+    for name, t, runs in (("q", q, plan.q_runs), ("k", k, plan.kv_runs)):
+        if t.shape[dim] != size_of(runs[rank]):
+            raise ValueError(
+                f"{name} has {t.shape[dim]} tokens on rank {rank}; accepted: the {size_of(runs[rank])} of the plan. Use "
+                "`shard` to select them"
+            )
+    return q, k, v
+
+
+def _strategy(name: str, plan: Plan, scores: Scores, heads: Heads) -> Strategy:
+    """Returns the strategy with this name."""
+    if name == "ulysses+ring":
+        inside, between = plan.inside_host()
+        return Ulysses(inside, scores, heads.q, heads.kv, between)
+    if name == "ulysses":
+        return Ulysses(plan, scores, heads.q, heads.kv)
+    return Ring(plan, scores) if name == "ring" else Gather(plan, name, scores, {})
 
 
 def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
