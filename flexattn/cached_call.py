@@ -437,7 +437,7 @@ class CachedCall(KeptCall):
 
 def _backward_key(state: Hashable, inputs: Sequence[Tensor | None]) -> tuple[Hashable, list[int]]:
     """Returns all that a backward's launches depend on beside the call's key, and the addresses of its inputs."""
-    parts: list[Any] = [state]
+    parts: list[object] = [state]
     addresses, together, ids = [], 0, []
     for t in inputs:
         if t is None:
