@@ -105,7 +105,7 @@ class Call(NamedTuple):
     is_own: bool = False  # whether its keys are rows of this rank's tensors, not of the fetched ones
 
 
-Index = tuple[slice | EllipsisType, ...]  # of the rows of a tensor
+Index = tuple[slice | EllipsisType, ...]  # selects rows of a tensor
 
 
 class Part(NamedTuple):
