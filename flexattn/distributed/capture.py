@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from flexattn.dispatch.neutral import is_capturing, is_fake, neutral_state
+from flexattn.dispatch.neutral import is_capturing as is_capturing
+from flexattn.dispatch.neutral import is_fake, neutral_state
 from flexattn.dispatch.options import check_values
 
 if TYPE_CHECKING:

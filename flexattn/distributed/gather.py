@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.options import snapshot
-from flexattn.distributed import exchange, peer_memory, slices
+from flexattn.distributed import capture, exchange, peer_memory, slices
 from flexattn.distributed.calls import (
     Calls,
     InputGradients,
@@ -154,7 +153,7 @@ class Gather(NamedTuple):
     def fetches(self, qkv: tuple[Tensor, Tensor, Tensor], has_slopes: bool, ends: int) -> _Fetches:
         """Returns the fetches for tensors like these. ends: number of small slices, see `key_slices`."""
         q, k, v = qkv
-        key, may_keep = (ends, snapshot()), not is_capturing(q.device)  # `tables` notes the tables that a CUDA graph reads
+        key, may_keep = (ends, snapshot()), not capture.is_capturing(q.device)  # `tables` notes the tables that a CUDA graph reads
         if may_keep and (known := self.kept.get(key)) is not None:
             return known
         batch = 1 if self.plan.is_packed else k.shape[0]
