@@ -158,9 +158,7 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
     from flexattn.kernels_triton.runtime import device, direct, launch
 
     triton_backend.device_error = lambda device_type, capability: None  # type: ignore[assignment]
-    make_spec = ops.make_spec
-    ops.make_spec = lambda x, settings, _: make_spec(x, settings, capability)  # type: ignore[assignment]
-    ops._capability = lambda device: capability  # type: ignore[assignment]
+    ops.capability_of = lambda device: capability  # type: ignore[assignment]
     launch.current_stream, launch.stream_of, launch.is_current = lambda device: 0, lambda device: int, lambda device: True
     direct.current_device = lambda: 0
     device._capability_of = lambda device: 10 * capability[0] + capability[1]  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.quantization import LARGEST, SMALLEST_SCALE
-from flexattn.dispatch.spec import as_bshd
+from flexattn.dispatch.spec import as_bshd, capability_of
 
 
 class Appended(NamedTuple):
@@ -34,7 +34,7 @@ class Appended(NamedTuple):
 
 def append(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
     """Writes the new rows of each sequence after its first seqused_kv rows. Rows that do not fit are dropped."""
-    if kernel_error(k_cache.device.type, _capability(k_cache), k_cache.dtype) is None:
+    if kernel_error(k_cache.device.type, capability_of(k_cache.device), k_cache.dtype) is None:
         append_by_kernel(k_cache, v_cache, x)
         return
     caches, new, descales = _views(k_cache, v_cache, x)
@@ -76,10 +76,6 @@ def kernel_error(device_type: str, capability: tuple[int, int] | None, dtype: to
     if capability is None or dtype not in LARGEST or capability >= (8, 9):
         return None
     return f"compute capability {capability[0]}.{capability[1]} has no conversions to FP8; they need 8.9 or later"
-
-
-def _capability(t: Tensor) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(t.device) if t.device.type == "cuda" else None
 
 
 def _views(

@@ -277,7 +277,7 @@ def evaluate(
     """
     values: dict[Node, Any] = {}
 
-    def value(x: Any) -> Any:
+    def value(x: object) -> Any:
         return values[x] if isinstance(x, Node) else x
 
     for node in graph.nodes:
@@ -335,7 +335,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _encode(x: Any) -> Any:
+def _encode(x: object) -> Any:
     if isinstance(x, Node):
         return {"node": x.name}
     if isinstance(x, torch.dtype):
@@ -345,7 +345,7 @@ def _encode(x: Any) -> Any:
     return x
 
 
-def _decode(x: Any, named: Mapping[str, Node]) -> Any:
+def _decode(x: object, named: Mapping[str, Node]) -> Any:
     if isinstance(x, dict):
         return named[x["node"]] if "node" in x else getattr(torch, x["dtype"])
     if isinstance(x, list):

@@ -100,7 +100,7 @@ def failures_of(x: Operands) -> Failures:
     return _by_shape.get(shape_of(x), ()) if _by_shape else ()
 
 
-def _keep(kept: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
+def _keep(kept: OrderedDict[Any, Any], key: Hashable, value: object) -> None:
     kept[key] = value
     kept.move_to_end(key)
     while len(kept) > _CAPACITY:
@@ -116,7 +116,7 @@ def shape_of(x: Operands) -> Hashable:
     return tuple(_look(value) for name, value in x._asdict().items() if name not in _RUN_TIME)
 
 
-def _look(value: Any) -> Hashable:
+def _look(value: object) -> Hashable:
     if isinstance(value, Tensor):
         offset = value.storage_offset() * value.element_size() % 16
         return value.shape, value.stride(), value.dtype, value.device, offset

@@ -98,7 +98,7 @@ OPEN_WINDOW = (-1, -1)  # the default window_size of a call.
 LARGEST_WINDOW = 2**30
 
 
-def as_index(value: Any) -> int | None:
+def as_index(value: object) -> int | None:
     """Returns an integer on the host as an int, or None for other values. It accepts Python's, numpy's, and 0-d CPU tensors."""
     if isinstance(value, (int, torch.SymInt)):
         return None if isinstance(value, bool) else value  # type: ignore[return-value]  # a SymInt is used as an int.
@@ -153,7 +153,7 @@ def make_band(attn_mask_type: str, window_size: int | tuple[int, int] | Window, 
     return Band(left, 0 if causal and right is None else right, bottom_right)
 
 
-def window_of(window_size: Any, attn_mask_type: str = "") -> Window:
+def window_of(window_size: object, attn_mask_type: str = "") -> Window:
     """Returns a call's window_size with None for open sides. Raises ValueError if it is not a window.
 
     With a causal mask, a single number is the number of keys that a query sees, including its own.
@@ -301,6 +301,12 @@ def _empty(like: Tensor, shape: tuple[int, ...], fmt: str, memory: str, dtype: t
     return like.new_empty_strided(shape, [strides[name] for name in fmt], dtype=dtype)
 
 
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Returns the compute capability of a GPU, or None for another device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 class AttentionSpec(NamedTuple):
     """All static facts that decide which kernel can run. It is hashable and has no tensors, no scalar inputs and no exact lengths.
 
@@ -437,7 +443,7 @@ class Gradients(NamedTuple):
         return (*self[:-1], *(self.dmod_tensors or ()))
 
 
-def _on_meta(value: Any) -> Any:
+def _on_meta(value: object) -> Any:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return tuple(map(_on_meta, value)) if isinstance(value, (tuple, list)) else value

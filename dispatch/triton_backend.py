@@ -21,6 +21,7 @@ from flexattn.dispatch.spec import (
     Gradients,
     Operands,
     as_bshd,
+    capability_of,
     dqkv_of,
     empty_gradients,
     empty_outputs,
@@ -127,15 +128,15 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 def can_quantize(x: Tensor) -> bool:
     """Returns whether `quantize` and `unrotate` run on x's device. If x has no memory, the device is the pretended GPU."""
     if x.is_meta:
-        from flexattn.kernels_triton.runtime.device import capability_of
+        from flexattn.kernels_triton.runtime import device
 
-        return capability_of(x.device) >= 89
+        return device.capability_of(x.device) >= 89
     return _can_quantize(x.device)
 
 
 @functools.cache
 def _can_quantize(device: torch.device) -> bool:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = capability_of(device)
     return device_error(device.type, capability) is None and (capability is None or capability >= (8, 9))
 
 
@@ -175,8 +176,7 @@ def can_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> boo
     tensors = (out_a, lse_a, out_b, lse_b)
     if out_a.dtype not in _DTYPES or any(type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() for t in tensors):
         return False
-    capability = torch.cuda.get_device_capability(out_a.device) if out_a.is_cuda else None
-    return device_error(out_a.device.type, capability) is None and out_a.stride(-1) == out_b.stride(-1) == 1
+    return device_error(out_a.device.type, capability_of(out_a.device)) is None and out_a.stride(-1) == out_b.stride(-1) == 1
 
 
 def merge(fmt: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,8 +195,7 @@ def merge(fmt: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 @functools.cache
 def can_check_floor(device: torch.device) -> bool:
     """Returns whether `check_floor` runs on the device. It runs only on a GPU, which does not wait, and not interpreted."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return can_be_recorded() and device_error(device.type, capability) is None
+    return can_be_recorded() and device_error(device.type, capability_of(device)) is None
 
 
 def check_floor(lse: Tensor, floor: float, text: str) -> None:
@@ -450,7 +449,7 @@ def _mods(program: Program, x: Operands) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _lowered(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool) -> tuple[Any, Any]:
+def _lowered(program: Program, capture_layouts: tuple[object, ...], is_fp32: bool) -> tuple[Any, Any]:
     """Returns the program's graphs as Triton functions, and as Triton functions that read tables, or None without tables."""
     from flexattn.kernels_triton.mods.hoisting import hoist
 

@@ -255,5 +255,5 @@ def append_kv_implementation(k_cache: Tensor, v_cache: Tensor, *call: Any) -> No
     torch.autograd.graph.increment_version(written)
 
 
-def append_kv_fake(*call: Any) -> None:
+def append_kv_fake(*call: object) -> None:
     """Does nothing: the operator returns nothing, and the tensors that it writes already have shapes."""

@@ -88,7 +88,7 @@ class Attention(torch.autograd.Function):
     """Attention by the operators; its arguments are those of `_flat`."""
 
     @staticmethod
-    def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *call: object) -> tuple[Tensor, Tensor, Tensor]:
         x, settings, config, delayed = _unflat(call)
         quantized = _quantized(x, settings, config, delayed)
         out, lse, max_logit = ops._forward_op(*quantized, *settings)

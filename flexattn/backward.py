@@ -187,7 +187,7 @@ def _named(in_fp8: GivenInFp8 | None) -> dict[str, Any]:
     return {"fp8_recipe": in_fp8.recipe, **dict(zip(("descale_q", "descale_k", "descale_v"), in_fp8.descales, strict=True))}
 
 
-def _check_kinds(*qkv: Any) -> None:
+def _check_kinds(*qkv: object) -> None:
     """Raises TypeError for kinds of tensors that a forward takes and a backward does not."""
     for name, t in zip("qkv", qkv, strict=True):
         if type(t).__name__ == "DTensor":

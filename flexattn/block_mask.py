@@ -122,7 +122,7 @@ class Kept:
         )
 
 
-def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest_kv: int, device: torch.device) -> BlockLists:
+def block_lists(block_mask: object, batch: int, heads: int, longest_q: int, longest_kv: int, device: torch.device) -> BlockLists:
     """Returns the lists of a BlockMask for the operators, each ascending, and caches them on the mask.
 
     While a CUDA graph is captured, the lists are computed again, so that replays follow changes of the mask's tensors. Raises

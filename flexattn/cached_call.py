@@ -155,7 +155,7 @@ class Runs:
 
     def run(
         self,
-        tensors: Sequence[Any],
+        tensors: Sequence[Tensor | None],
         addresses: Sequence[int],
         compute: Callable[[Sequence[Any]], Sequence[Any]],
         record: Callable[[Sequence[Any]], tuple[Sequence[Any], Replay | None]],
@@ -311,16 +311,16 @@ class CachedCall(KeptCall):
             return recording.replay(tensors, addresses)
         return self.forwards.run(tensors, addresses, self.compute_forward, self._record_forward)
 
-    def _record_forward(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:
+    def _record_forward(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Replay | None]:
         from flexattn.call_recording import record_forward  # here, as a first call should not wait for its import
 
         return record_forward(self, tensors)
 
-    def compute_forward(self, tensors: Sequence[Any]) -> Sequence[Any]:
+    def compute_forward(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
         """Returns the results of `forward`, computed step by step."""
         return self.results(tensors, lambda x: ops.run_forward(self.spec, self.settings.backend, x))
 
-    def results(self, tensors: Sequence[Any], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def results(self, tensors: Sequence[Tensor | None], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Returns the results of `forward`, from `attend` on the operands that a backend takes."""
         x, fp8 = self.operands(tensors), self.fp8
         out, lse, max_logit, *more = attend(x) if fp8 is None else fp8.forward(x, tensors[self.layout.num_inputs :], attend)
@@ -328,14 +328,14 @@ class CachedCall(KeptCall):
             check_floor(lse)
         return out, lse, max_logit if self.spec.return_max_logit else None, *more
 
-    def forward_backend(self, tensors: Sequence[Any]) -> Backend:
+    def forward_backend(self, tensors: Sequence[Tensor | None]) -> Backend:
         """Returns the backend that runs the forward."""
         x = self.operands(tensors)
         if self.fp8 is not None:
             x = self.fp8.as_run(x, tensors[self.layout.num_inputs :])
         return ops.backend_of(self.spec, "forward", self.settings.backend, x)
 
-    def backward(self, inputs: Sequence[Any]) -> Gradients:
+    def backward(self, inputs: Sequence[Tensor | None]) -> Gradients:
         """Returns the gradients, replayed if there is a recording. inputs: the saved ones, then out, lse, dout and dlse."""
         # Tensors saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back. Shapes are
         # the call's, and autograd sees to it that dout's and dlse's are.
@@ -363,7 +363,7 @@ class CachedCall(KeptCall):
                 self.backwards.popitem(last=False)
         return runs
 
-    def _record_backward(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:
+    def _record_backward(self, inputs: Sequence[Tensor | None]) -> tuple[Sequence[Any], Replay | None]:
         from flexattn.call_recording import record_backward  # here, as a first call should not wait for its import
 
         return record_backward(self, inputs)
@@ -374,7 +374,7 @@ class CachedCall(KeptCall):
         attend = lambda x, dout: ops.run_backward(spec, backend, x, incoming._replace(dout=dout))  # noqa: E731
         return self.gradients(inputs, attend).flat()
 
-    def backward_spec(self, inputs: Sequence[Any]) -> AttentionSpec:
+    def backward_spec(self, inputs: Sequence[Tensor | None]) -> AttentionSpec:
         """Returns the spec of a backward; inputs: its own."""
         return self.spec.for_backward()._replace(needs_lse_grad=inputs[-1] is not None)
 
@@ -435,9 +435,9 @@ class CachedCall(KeptCall):
         return self.saved.for_leaves(gradients, self.spec)
 
 
-def _backward_key(state: Hashable, inputs: Sequence[Any]) -> tuple[Hashable, list[int]]:
+def _backward_key(state: Hashable, inputs: Sequence[Tensor | None]) -> tuple[Hashable, list[int]]:
     """Returns all that a backward's launches depend on beside the call's key, and the addresses of its inputs."""
-    parts: list[Any] = [state]
+    parts: list[object] = [state]
     addresses, together, ids = [], 0, []
     for t in inputs:
         if t is None:
@@ -484,7 +484,7 @@ class CachedAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None = None, _: None = None
+        ctx: Any, saved: Sequence[Tensor | None], dout: Tensor | None, dlse: Tensor | None = None, _: None = None
     ) -> tuple[Tensor | None, ...]:
         call: CachedCall = ctx.call
         return call.leaf_gradients(saved, dout, dlse, None if call.saved.history_place is None else ctx.history)

@@ -43,7 +43,7 @@ MOST_CALLS = 1024
 _MOST_RECENT = 4  # calls in _recent that differ in their tensors alone
 
 # For each key without its numbers: the calls by their numbers (see `_split`).
-_Numbers = tuple[float | None, float | None, Any]  # softmax_scale, softcap and the bits of the floats that mods capture
+_Numbers = tuple[float | None, float | None, object]  # softmax_scale, softcap and the bits of the floats that mods capture
 _calls: OrderedDict[Hashable, dict[_Numbers, KeptCall]] = OrderedDict()
 _size = 0  # calls in _calls
 # Calls that were found last, by the part of the key for all but tensors. A `Likeness` compares the tensors.
@@ -56,11 +56,11 @@ _latest: tuple[Hashable, _Recent] = None, ()
 class CallKey(NamedTuple):
     """Key of a call, with the call's tensors and numbers."""
 
-    parts: tuple[Hashable, Any]  # the key without its numbers, and the numbers
+    parts: tuple[Hashable, _Numbers]  # the key without its numbers, and the numbers
     tensors: tuple[Tensor | None, ...]  # fields of `Operands`: all, or q, k and v; tensors of FP8 or a backward; captures of mods
     num_arguments: int  # number of tensors before the captured ones
     addresses: Sequence[int]
-    block_mask: Any
+    block_mask: object
 
 
 Values = list[Any]
@@ -149,8 +149,8 @@ class Captured(NamedTuple):
     """Tensors, parts of a key and floats that mods depend on."""
 
     tensors: list[Tensor]
-    parts: tuple[Any, ...]  # all other values, except for the floats
-    values: tuple[Any, ...]  # bits of the floats
+    parts: tuple[object, ...]  # all other values, except for the floats
+    values: tuple[object, ...]  # bits of the floats
 
 
 def captured_by(score_mod: Any, mask_mod: Any, block_mask: Any) -> Captured | None:
@@ -158,7 +158,7 @@ def captured_by(score_mod: Any, mask_mod: Any, block_mask: Any) -> Captured | No
     from flexattn.mods.captures import find_captures  # here, because calls without mods should not wait for its import
 
     tensors: list[Tensor] = []
-    parts: list[Any] = [torch.get_default_dtype()]  # the dtype of an index times a number
+    parts: list[object] = [torch.get_default_dtype()]  # the dtype of an index times a number
     values = []
     gradient = getattr(score_mod, "score_mod_gradient", None)
     for mod in (score_mod, mask_mod) if gradient is None else (score_mod, mask_mod, gradient):
@@ -208,7 +208,7 @@ def _forget_recent() -> None:
 
 def look_up(
     tensors: tuple[Tensor | None, ...],
-    others: tuple[Any, ...],
+    others: tuple[object, ...],
     window_size: Any,
     mods: tuple[Any, Any, Any, Any] | None,
 ) -> tuple[CallKey | None, KeptCall | None]:
@@ -223,7 +223,7 @@ def look_up(
         state = state_around()
         if state is None:
             return None, None
-        window: Any = None
+        window: tuple[object, ...] | None = None
         if window_size is not OPEN_WINDOW:
             sides = (window_size,) if type(window_size) is int else window_size
             window = (*sides, type(window_size), *map(type, sides))
@@ -260,12 +260,12 @@ def look_up(
 
 
 def _look_up_all(
-    rest: tuple[Any, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
+    rest: tuple[object, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: object
 ) -> tuple[CallKey | None, KeptCall | None]:
     """`look_up` among all calls, by the whole key. rest: its part for all but tensors."""
     global _latest
     rest_without, numbers = _split(rest)
-    parts: list[Any] = [rest_without]
+    parts: list[object] = [rest_without]
     addresses, together, ids = [], 0, []
     for t in tensors:
         if t is None:
@@ -396,7 +396,6 @@ def new_call(
 
 def remember(key: CallKey, call: KeptCall) -> None:
     """Adds a call that ran without an error to the cache."""
-    kind: Any
     kind, numbers = key.parts
     if call.is_checked and _calls.get(kind, {}).get(numbers) is call:
         return

@@ -330,7 +330,7 @@ def _documentation() -> str:
     return "".join(sections)
 
 
-def taking(options: Any, types: Mapping[str, str] = _TORCH) -> Callable[[F], F]:
+def taking(options: object, types: Mapping[str, str] = _TORCH) -> Callable[[F], F]:
     """Decorates a function that takes `**options`, so that its signature shows each of them with its type and default.
 
     The catch-alls are left out, and arguments by position are required. An entry "options:" of the docstring becomes the

@@ -57,7 +57,7 @@ class CheckedCall(CachedCall):
             ops.check_logits(spec, self.backward_backend(inputs, spec), self.operands(inputs), inputs[-3], "backward")
         if again is not None:
 
-            def run(x: Sequence[Any]) -> Sequence[Any]:
+            def run(x: Sequence[Tensor | None]) -> Sequence[Any]:
                 return self._as_gradients(self.compute_backward(x)).flat()
 
             self._compare("backward", (*gradients.flat(), *inputs[self.layout.num_inputs :]), again, run, False)
@@ -66,7 +66,7 @@ class CheckedCall(CachedCall):
     def _has_recorded_backward(self) -> bool:
         return any(runs.recording is not None for runs in self.backwards.values())
 
-    def _drawn(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]] | None:
+    def _drawn(self, inputs: Sequence[Tensor | None]) -> list[tuple[Any, ...]] | None:
         """Returns the inputs of two more runs if this run is drawn, else None. FP8 buffers and out are copied."""
         if is_capturing(self.layout.device) or _draw() >= SHARE:
             return None

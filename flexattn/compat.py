@@ -143,7 +143,7 @@ def dynamo() -> ModuleType:
     return torch._dynamo
 
 
-def substitute_in_graph(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def substitute_in_graph(function: Callable[..., object]) -> Callable[[Callable[..., Any]], Any]:
     """Decorates the function that Dynamo traces in place of another one."""
     return dynamo().decorators.substitute_in_graph(function)  # type: ignore[no-any-return]
 
@@ -169,7 +169,7 @@ def symmetric_memory() -> Any:
     return _symmetric_memory
 
 
-def allocate_symmetric(*arguments: Any) -> Tensor:
+def allocate_symmetric(*arguments: object) -> Tensor:
     """Allocates memory of its own as torch's workspaces do: `symmetric_memory().empty` uses a pool, which does not free memory."""
     return symmetric_memory()._SymmetricMemory.empty_strided_p2p(*arguments)  # type: ignore[no-any-return]
 

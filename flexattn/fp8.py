@@ -197,7 +197,7 @@ class DelayedScaling(torch.nn.Module):
                     fill = 1.0 if kind == "scale" else 0.0
                     self.register_buffer(f"{kind}_{name}", torch.full(shape, fill, dtype=torch.float32, device=device))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> DelayedScaling:
+    def _apply(self, fn: object, recurse: bool = True) -> DelayedScaling:
         before = [self._buffers[name] for name in BUFFERS]
         with torch.inference_mode(False):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -207,7 +207,7 @@ class DelayedScaling(torch.nn.Module):
                     self._buffers[name] = t.to(now.device)
         return self
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
+    def _load_from_state_dict(self, *arguments: object) -> None:
         super()._load_from_state_dict(*arguments)
         with torch.inference_mode(False):
             for name in BUFFERS:
@@ -381,7 +381,7 @@ def dequantize(
     return _Dequantized.apply(x.source, x.data, x.descale, *how)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def check_unpacked(q: Any, k: Any, v: Any) -> None:
+def check_unpacked(q: object, k: object, v: object) -> None:
     """Raises TypeError if q, k or v is a QuantizedTensor."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, QuantizedTensor):
@@ -391,12 +391,12 @@ def check_unpacked(q: Any, k: Any, v: Any) -> None:
             )
 
 
-def _check_is_recipe(recipe: Any) -> None:
+def _check_is_recipe(recipe: object) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe")
 
 
-def check_recipe(recipe: Any, state: Any) -> None:
+def check_recipe(recipe: object, state: object) -> None:
     """Raises if recipe or state has a wrong type, or unless a state is given exactly if scaling is delayed."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"fp8_recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe, or None")
@@ -469,7 +469,7 @@ def quantize_config(
 
 def _reads_16_bit(device: torch.device) -> bool:
     """Returns whether a backward in FP8 on the device reads q, k and dout in 16 bits."""
-    return ops._capability(device) == (9, 0)
+    return ops.capability_of(device) == (9, 0)
 
 
 # The flag that torch.compiler.assume_constant_result sets; calling that would import Dynamo.

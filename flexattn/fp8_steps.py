@@ -39,7 +39,7 @@ class Fp8Steps:
         runs_kernels = config is not None or self.quantizes_out
         self.can_be_recorded = not (runs_kernels and triton_backend.quantises_unrecorded(device))
 
-    def forward(self, x: Operands, more: Sequence[Any], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def forward(self, x: Operands, more: Sequence[Tensor | None], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Returns out, lse, max_logit; then the descale and amax of an out in FP8, or q, k, v and descales for a backward."""
         delayed = Delayed(*more[_DESCALES:]) if self.is_delayed else Delayed()
         if self.config is None:
@@ -94,7 +94,7 @@ class Fp8Steps:
             return None
         return first + _DESCALES + fp8.BUFFERS.index("amax_history_dout")
 
-    def as_run(self, x: Operands, more: Sequence[Any]) -> Operands:
+    def as_run(self, x: Operands, more: Sequence[Tensor | None]) -> Operands:
         """Returns operands like those of the forward's backend. The values of quantised tensors are missing."""
         if self.config is None:
             return self._with_descales(x, more)
@@ -115,7 +115,7 @@ class Fp8Steps:
         triton: Any = triton_backend
         return triton if backend is not triton and triton_backend.can_be_recorded() else None
 
-    def _with_descales(self, x: Operands, more: Sequence[Any]) -> Operands:
+    def _with_descales(self, x: Operands, more: Sequence[Tensor | None]) -> Operands:
         descales = tuple(more[:_DESCALES]) or (None,) * _DESCALES
         if x.q.dtype not in validation.FP8_DTYPES:
             return x._replace(descales=[validation.as_cache_scales(t, x.k) for t in descales[1:]])
@@ -140,15 +140,20 @@ class BackwardSteps(Fp8Steps):
         return x._replace(descales=[*descales, descale_dout], copies16=[dout16])
 
     def backward(
-        self, x: Operands, more: Sequence[Any], dout: Tensor, passes: Passes, attend: Callable[[Operands, Tensor], Gradients]
+        self,
+        x: Operands,
+        more: Sequence[Tensor | None],
+        dout: Tensor,
+        passes: Passes,
+        attend: Callable[[Operands, Tensor], Gradients],
     ) -> Gradients:
         """Returns the gradients of operands with their descales."""
         return attend(self.operands(x, more), dout)
 
-    def backward_as_run(self, x: Operands, more: Sequence[Any], dout: Tensor) -> Operands:
+    def backward_as_run(self, x: Operands, more: Sequence[Tensor | None], dout: Tensor) -> Operands:
         """Returns the operands, see `operands`."""
         return self.operands(x, more)
 
 
-def _copies(more: Sequence[Any]) -> list[Tensor]:
+def _copies(more: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in more[_DESCALES : _DESCALES + _COPIES] if t is not None]

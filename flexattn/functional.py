@@ -53,7 +53,7 @@ for _kind in (OutLse, OutMaxLogit, OutLseMaxLogit):
     compat.register_namedtuple(_kind, f"flexattn.{_kind.__name__}")
 
 
-def chosen(out: Any, lse: Any, max_logit: Any, return_lse: bool, return_max_logit: bool) -> Any:
+def chosen(out: object, lse: object, max_logit: object, return_lse: bool, return_max_logit: bool) -> Any:
     """Returns the results that the caller asked for; max_logit is None only where it was not."""
     if return_max_logit:
         return _new(OutLseMaxLogit, (out, lse, max_logit)) if return_lse else _new(OutMaxLogit, (out, max_logit))
@@ -369,7 +369,7 @@ def explain(
     return explain_built(spec, settings.backend, x)
 
 
-def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
+def bind_call(*arguments: object, **named: object) -> tuple[Operands, ops.Settings]:
     """Returns the operands and settings of a call of `attention`, with nothing run; raises what it raises for the arguments."""
     try:
         call = SIGNATURE.bind(*arguments, **named)

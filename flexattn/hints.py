@@ -174,7 +174,7 @@ _SDPA = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _FLEX = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
 
 
-def refuse_foreign(signature: inspect.Signature, positional: Sequence[Any], named: Mapping[str, Any]) -> None:
+def refuse_foreign(signature: inspect.Signature, positional: Sequence[object], named: Mapping[str, Any]) -> None:
     """Raises TypeError if a function like `attention` does not have an argument, with the library of each name and the replacement.
 
     signature: the function's signature. positional: arguments after q, k and v by position. named: all arguments by name.

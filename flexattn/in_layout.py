@@ -16,7 +16,7 @@ from flexattn.shorthands import in_full
 
 
 def attend(
-    results: Results, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = True, **options: Any
+    results: Results, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = True, **options: object
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """Returns out, lse and max_logit of `attention`, with out and, in a backward, dq, dk and dv as `results` says.
 

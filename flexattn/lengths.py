@@ -190,7 +190,7 @@ def check_kept_keys(k: Tensor, q: Tensor, needs_grad: bool, has_recipe: bool) ->
         )
 
 
-def longest_in_pages(value: Any, page_table: Tensor, page_size: int) -> int:
+def longest_in_pages(value: object, page_table: Tensor, page_size: int) -> int:
     """Returns the planned length of a call over pages: max_seqlen_kv, but at most the capacity of a row of the table."""
     capacity = page_table.shape[1] * page_size
     longest = as_index(value)
@@ -203,7 +203,7 @@ def longest_in_pages(value: Any, page_table: Tensor, page_size: int) -> int:
     return min(longest, capacity)
 
 
-def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size: int | None = None) -> int:
+def resolve_max_seqlen(argument: str, value: object, x: Tensor, fmt: str, bias_size: int | None = None) -> int:
     """Returns the planned length of a call: a dense format's sequence dim, or for thd the argument, or the number of tokens.
 
     bias_size: size of the bias in that dim; None: there is no bias.

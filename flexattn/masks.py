@@ -54,7 +54,7 @@ def mask_arguments(
     return {"mask_mod": _visible(mask)}
 
 
-def _refuse_kind(name: str, mask: Any, whole: Sequence[Any], dtypes: tuple[torch.dtype, ...]) -> NoReturn:
+def _refuse_kind(name: str, mask: object, whole: Sequence[int], dtypes: tuple[torch.dtype, ...]) -> NoReturn:
     kinds = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {_accepted(whole)}"
     if not isinstance(mask, Tensor):
         hint = ". Pass a function as mask_mod=." if callable(mask) else ""
@@ -64,7 +64,7 @@ def _refuse_kind(name: str, mask: Any, whole: Sequence[Any], dtypes: tuple[torch
     raise TypeError(f"{name} is {describe(mask)}; accepted: {kinds}. Convert it with {hint}.")
 
 
-def _accepted(whole: Sequence[Any]) -> str:
+def _accepted(whole: Sequence[int]) -> str:
     """Returns the words for the accepted dims of a mask."""
     return f"dims that broadcast to {list(whole)}"
 

@@ -54,7 +54,7 @@ class Attention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         dropout_p: float = 0.0,
-        **factory: Any,
+        **factory: object,
     ) -> None:
         super().__init__()
         if unknown := sorted(factory.keys() - {"device", "dtype"}):

@@ -34,6 +34,7 @@ from flexattn.dispatch.spec import (
     parse_format,
     with_classes,
 )
+from flexattn.dispatch.spec import capability_of as capability_of  # tools replace it
 from flexattn.lengths import check_values
 from flexattn.validation import check_apart, check_descale_values, check_floor
 from flexattn.warn import warn_once
@@ -204,13 +205,7 @@ def _fp8(x: Operands, settings: Settings) -> Fp8:
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
     """Returns the spec of a call on its device, for `explain` and the operators."""
-    device = x.q.device
-    return with_classes(make_spec(x, settings, _capability(device) if device.type == "cuda" else None), x)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return with_classes(make_spec(x, settings, capability_of(x.q.device)), x)
 
 
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
@@ -323,7 +318,7 @@ def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incom
     return gradients
 
 
-def attention_forward_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attention_forward_implementation(*call: object) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
     results = run_forward(spec_to_run(x, settings), settings.backend, x)
     if settings.has_floor:
@@ -331,7 +326,7 @@ def attention_forward_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor
     return results
 
 
-def attention_forward_out_implementation(*call: Any) -> tuple[Tensor, Tensor]:
+def attention_forward_out_implementation(*call: object) -> tuple[Tensor, Tensor]:
     x, _ = _split(call)
     check_apart(x)  # a compiled call's memory is known only now
     _, lse, max_logit = attention_forward_implementation(*call)
@@ -340,7 +335,9 @@ def attention_forward_out_implementation(*call: Any) -> tuple[Tensor, Tensor]:
     return lse, max_logit
 
 
-def attention_backward_implementation(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
+def attention_backward_implementation(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: object
+) -> tuple[Any, ...]:
     x, settings = _split(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
     gradients = run_backward(spec, settings.backend, x, Incoming(out, lse, dout, dlse))
@@ -348,18 +345,18 @@ def attention_backward_implementation(dout: Tensor, dlse: Tensor | None, out: Te
     return (*dense, list(gradients.dmod_tensors or ()))
 
 
-def attention_forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attention_forward_fake(*call: object) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
     # Without descales: torch.compile would guard their number of blocks.
     return empty_outputs(make_spec(x._replace(descales=()), settings, None), x)
 
 
-def attention_forward_out_fake(*call: Any) -> tuple[Tensor, Tensor]:
+def attention_forward_out_fake(*call: object) -> tuple[Tensor, Tensor]:
     _, lse, max_logit = attention_forward_fake(*call)
     return lse, max_logit
 
 
-def attention_backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
+def attention_backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: object) -> tuple[Any, ...]:
     x, settings = _split(call)
     bias = x.bias if settings.needs_bias_grad else None
     dtype = dtype_of(settings.fp8_out) if settings.fp8_out else x.q.dtype

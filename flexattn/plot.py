@@ -23,7 +23,7 @@ NEG_INF = float("-inf")
 
 
 def plot_mask(
-    q: Tensor, k: Tensor, v: Tensor, *, batch: int | None = None, head: int = 0, ax: Axes | None = None, **call: Any
+    q: Tensor, k: Tensor, v: Tensor, *, batch: int | None = None, head: int = 0, ax: Axes | None = None, **call: object
 ) -> Axes:
     """Draws the keys that each query of an `attention` call sees: a row for a query, a column for a key. No attention is computed.
 

@@ -277,7 +277,7 @@ def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, n
     return _Mods(traced, band, blocks, needs_grad or any(traced.program.tensor_needs_grad))
 
 
-def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
+def _autocast(x: object, dtype: torch.dtype, *kept: torch.dtype) -> Any:
     """Returns x as autocast gives it to a matrix product: in its dtype, unless it is float64, FP8 or no floating point tensor."""
     if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *validation.FP8_DTYPES, *kept):
         return x.to(dtype)

@@ -60,7 +60,7 @@ _OPERATORS = {
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
-    def run(*arguments: Any, **named: Any) -> Any:
+    def run(*arguments: object, **named: object) -> Any:
         return getattr(importlib.import_module(module), name)(*arguments, **named)
 
     return run

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from flexattn.call_options import Arguments, Fp8Options, LengthOptions, without_defaults
 from flexattn.compat import tree_map
 from flexattn.dispatch.spec import parse_format
-from flexattn.mods.trace import find_all_captures
+from flexattn.mods.trace import Mod, find_all_captures
 from flexattn.ops import new_rng_state
 from flexattn.warn import warn_once
 
@@ -55,7 +56,7 @@ def attend_sharded(
     if arguments["bias_type"] == "alibi" and arguments["alibi_slopes"] is None:
         arguments["alibi_slopes"] = default_slopes(heads, q.to_local() if isinstance(q, DTensor) else q)
 
-    def local(x: Any, heads_dim: int | None, batch_dim: int | None, sequence_dim: int | None = None) -> Any:
+    def local(x: object, heads_dim: int | None, batch_dim: int | None, sequence_dim: int | None = None) -> Any:
         """Returns x's part on this rank, given its dims of heads, batch and tokens. A dim of None is not divided."""
         if not isinstance(x, Tensor):
             return x
@@ -121,7 +122,7 @@ def attend_sharded(
 
 
 def _kinds(
-    q: Any, q_format: str, kv_format: str, mesh: Any, arguments: dict[str, Any], heads: tuple[int, int], batch: int
+    q: Any, q_format: str, kv_format: str, mesh: DeviceMesh, arguments: dict[str, Any], heads: tuple[int, int], batch: int
 ) -> list[str]:
     """Returns "heads", "batch", "sequence" or, if a mesh dim divides nothing, "all" for it."""
     placements: tuple[Placement, ...] = q.placements if isinstance(q, DTensor) else (Replicate(),) * mesh.ndim
@@ -155,7 +156,7 @@ def _kinds(
     return kinds
 
 
-def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
+def _refuse(kinds: list[str], arguments: Mapping[str, Any]) -> None:
     if set(kinds) == {"all"}:
         return
     if arguments["page_table"] is not None:
@@ -194,13 +195,13 @@ def _on_meta(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
-def _common_rng_state(device: torch.device, mesh: Any) -> DTensor:
+def _common_rng_state(device: torch.device, mesh: DeviceMesh) -> DTensor:
     """Returns one seed and offset for all ranks: the largest that any rank draws."""
     drawn = DTensor.from_local(new_rng_state(device), mesh, [Partial("max")] * mesh.ndim, run_check=False)
     return drawn.redistribute(mesh, [Replicate()] * mesh.ndim)
 
 
-def _first(kinds: list[str], mesh: Any, kind: str, size: int) -> int:
+def _first(kinds: list[str], mesh: DeviceMesh, kind: str, size: int) -> int:
     """Returns this rank's first of `size` heads or rows."""
     first, part = 0, size
     for dim, divided in enumerate(kinds):
@@ -210,7 +211,7 @@ def _first(kinds: list[str], mesh: Any, kind: str, size: int) -> int:
     return first
 
 
-def _rows(cu_seqlens: Any, kinds: list[str], mesh: Any, batch: int) -> Any:
+def _rows(cu_seqlens: Tensor | None, kinds: list[str], mesh: DeviceMesh, batch: int) -> Tensor | None:
     """Returns the cumulative lengths of this rank's rows of a dense batch."""
     if cu_seqlens is None or "batch" not in kinds:
         return cu_seqlens
@@ -219,15 +220,15 @@ def _rows(cu_seqlens: Any, kinds: list[str], mesh: Any, batch: int) -> Any:
     return (cu_seqlens[first : first + rows + 1] - cu_seqlens[first]).contiguous()
 
 
-def _shifted(mod: Callable[..., Any], position: int, first_row: int, first_head: int) -> Callable[..., Any]:
+def _shifted(mod: Mod, position: int, first_row: int, first_head: int) -> Mod:
     """Returns the mod for this rank, whose batch entries and heads begin at first_row and first_head."""
 
-    def shifted(*arguments: Any, **named: Any) -> Any:
+    def shifted(*arguments: Tensor, **named: Tensor) -> Any:
         before, b, h, after = arguments[:position], arguments[position], arguments[position + 1], arguments[position + 2 :]
         return mod(*before, b + first_row, h + first_head, *after, **named)
 
     return shifted
 
 
-def _dim(x: Any) -> int:
+def _dim(x: object) -> int:
     return x.dim() if isinstance(x, Tensor) else 0

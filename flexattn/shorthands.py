@@ -20,7 +20,7 @@ DIAGONALS = (
 )
 
 
-def in_full(q: Any, k: Any, arguments: Mapping[str, Any]) -> Any:
+def in_full(q: object, k: object, arguments: Mapping[str, Any]) -> Any:
     """Returns all arguments except q, k and v without short forms: the `Arguments` that `prepare` takes.
 
     arguments: arguments of `attention`. Missing ones get their defaults. Raises if a short form contradicts another argument;
@@ -58,7 +58,7 @@ def without_aliases(q: Any, k: Any, options: Mapping[str, Any]) -> dict[str, Any
     return given
 
 
-def both_sides(name: str, value: Any, q_value: Any, kv_value: Any) -> tuple[Any, Any]:
+def both_sides(name: str, value: object, q_value: object, kv_value: object) -> tuple[Any, Any]:
     """Returns the value for queries and for keys. Raises if one of them is given too."""
     for side, given in (("q", q_value), ("kv", kv_value)):
         if given is not None:
@@ -66,7 +66,7 @@ def both_sides(name: str, value: Any, q_value: Any, kv_value: Any) -> tuple[Any,
     return value, value
 
 
-def bias_type_of(bias_type: Any, bias: Any, alibi_slopes: Any) -> Any:
+def bias_type_of(bias_type: object, bias: object, alibi_slopes: object) -> Any:
     """Returns the type of bias that the tensors imply if no type is given."""
     if bias_type is not None:
         return bias_type
@@ -79,7 +79,7 @@ def bias_type_of(bias_type: Any, bias: Any, alibi_slopes: Any) -> Any:
     return implied
 
 
-def softmax_type_of(softmax_type: Any, softmax_offset: Any) -> Any:
+def softmax_type_of(softmax_type: object, softmax_offset: object) -> Any:
     """Returns the type of softmax that the tensor implies if no type is given."""
     if softmax_type is not None:
         return softmax_type
@@ -87,7 +87,7 @@ def softmax_type_of(softmax_type: Any, softmax_offset: Any) -> Any:
     return implied
 
 
-def _check_one_diagonal(q: Any, k: Any, full: dict[str, Any], formats: tuple[str, str], has_lengths: bool) -> None:
+def _check_one_diagonal(q: object, k: object, full: dict[str, Any], formats: tuple[str, str], has_lengths: bool) -> None:
     """Raises if the diagonals from the first key and from the last key may differ."""
     if has_lengths:
         pairs = [(full.get(f"{name}_q"), full.get(f"{name}_kv")) for name in ("cu_seqlens", "seqused")]
@@ -161,6 +161,6 @@ def masked(q: Tensor, mask: Any, sizes: tuple[Any, ...], full: Mapping[str, Any]
     return mask_options if mask_mod is None else {"mask_mod": seen_by_both(mask_mod, mask_options["mask_mod"])}
 
 
-def is_jagged(x: Any) -> bool:
+def is_jagged(x: object) -> bool:
     """Returns whether x is a jagged nested tensor. Quick if it is a plain one."""
     return type(x) is not Tensor and isinstance(x, Tensor) and x.layout == torch.jagged

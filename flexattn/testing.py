@@ -175,7 +175,7 @@ def make_call(
     blocks: BlockLists | None = None,
     deterministic: bool = False,
     return_max_logit: bool = True,
-    **options: Any,
+    **options: object,
 ) -> tuple[AttentionSpec, Operands]:
     """Returns the spec and the operands of `attention(**inputs._asdict(), ...)`, for tests of one backend. Nothing is validated.
 

@@ -74,7 +74,7 @@ def check_number(argument: str, value: Any, limit: float, accepted: str) -> floa
     return value  # type: ignore[no-any-return]
 
 
-def check_count(argument: str, value: Any, least: int, accepted: str) -> None:
+def check_count(argument: str, value: object, least: int, accepted: str) -> None:
     """Raises unless the value is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{argument} is {describe(value)}; accepted: {accepted}")
@@ -89,7 +89,7 @@ def check_device(argument: str, device: Any) -> None:
         raise ValueError(f"{argument} is {device!r}; accepted: a torch.device, or its name, such as 'cuda' or 'cuda:1'") from e
 
 
-def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
+def check_mod_arguments(score_mod: object, mask_mod: object, tensors: object) -> None:
     """Raises TypeError if a mod has a wrong type. The trace checks the computation of a mod."""
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not callable(mod):
@@ -318,7 +318,7 @@ def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q:
     return tuple(checked)
 
 
-def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> tuple[float | None, float, float]:
+def check_scalars(softmax_scale: object, softcap: object, dropout_p: object) -> tuple[float | None, float, float]:
     """Returns the three arguments as Python numbers; raises if one is out of range."""
     largest = torch.finfo(torch.float32).max
     if softmax_scale is not None:

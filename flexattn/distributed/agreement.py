@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from flexattn.compat import runs_as_it_is
 from flexattn.dispatch.options import check_values, peer_memory
+from flexattn.distributed.capture import Group
 from flexattn.distributed.exchange import waiting
 from flexattn.mods.captures import find_captures
 
@@ -24,16 +26,16 @@ def breaks_graphs(function: Any) -> None:
     runs_as_it_is(function)
 
 
-def agree(group: Any, what: str, facts: dict[str, Any], error: Exception | None) -> None:
+def agree(group: Group, what: str, facts: Mapping[str, object], error: Exception | None) -> None:
     """Raises this rank's own `error`. Under FLEXATTN_CHECK=1, raises on every rank if one has an error or if the calls differ.
 
-    own: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call, for the text.
+    facts: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call.
     """
     if not check_values():
         if error is not None:
             raise error
         return
-    facts = facts | {"FLEXATTN_PEER_MEMORY": peer_memory()}
+    facts = {**facts, "FLEXATTN_PEER_MEMORY": peer_memory()}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     with waiting(f"the comparison of the ranks' calls of {what}", group):
         dist.all_gather_object(gathered, (facts, None if error is None else f"{type(error).__name__}: {error}"), group=group)
@@ -57,14 +59,14 @@ def digest_of(t: Tensor | None) -> str | None:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
-def numbers_of(mod: Any) -> tuple[Any, ...]:
+def numbers_of(mod: object) -> tuple[Any, ...]:
     """Returns digests of the values that a mod reads, the same in any process. A mod without a key gives none."""
     captures = find_captures(mod)
     whole = hashlib.sha256(repr(_plain(captures.key)).encode()).hexdigest()[:16]
     return (whole, *captures.floats, *((name, digest_of(t)) for name, t in captures.tensors))
 
 
-def _plain(key: Any) -> Any:
+def _plain(key: object) -> Any:
     """Returns a key with everything but numbers and texts replaced by type names, so that it prints the same in every process."""
     if isinstance(key, (tuple, list)):
         return [_plain(part) for part in key]

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from flexattn import in_layout
 from flexattn.backward import Given, Gradients, attention_backward
 from flexattn.dispatch.options import requested_backend
+from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.dispatch.spec import Results as SpecResults
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
@@ -59,7 +61,7 @@ class Scores:
         """Returns whether the requested backend can return partial results in float32."""
         return requested_backend(self.common.get("backend")) != "cudnn"
 
-    def fp32_gradients(self, wanted: str) -> str:
+    def fp32_gradients(self, wanted: Fp32Gradients) -> Fp32Gradients:
         """Returns `wanted`, the partial gradients that are summed, or "none" if the backend cannot return float32."""
         return wanted if self.gives_fp32 else "none"
 
@@ -101,6 +103,9 @@ class Call(NamedTuple):
     runs: Runs  # rows of q that the pieces cover
     arguments: dict[str, Any]  # the arguments of `attention` that say which keys a query sees
     is_own: bool = False  # whether its keys are rows of this rank's tensors, not of the fetched ones
+
+
+Index = tuple[slice | EllipsisType, ...]  # selects rows of a tensor
 
 
 class Part(NamedTuple):
@@ -225,14 +230,14 @@ def _call(
     return Call(pieces, band, origin, packing, by_eights, blocks, **hull_rows)
 
 
-def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[Any, ...]]:
+def rows_of_call(call: Call, part: Part) -> tuple[Part, Index, Index]:
     """Returns a call's tensors, and the index of its rows in q and in k."""
     tokens = () if call.packing is not None else (slice(None),)
     rows, keys = (*tokens, slice(*call.rows)), (*tokens, slice(*call.keys))
     return Part(part.q[rows], part.k[keys], part.v[keys]), rows, keys
 
 
-def lse_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
+def lse_index(index: Index) -> Index:
     """Returns the index into lse, [b, h, s] or [h, t], for rows with this index in q."""
     return (..., index[-1])
 
@@ -266,7 +271,7 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[
     return arguments | mods | {"score_mod_tensors": scores.mod_tensors(shared.mod_tensors)}
 
 
-def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...]:
+def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> Index:
     """Returns the index of a piece in the full bias, or in the bias of this rank's queries. Dims of size 1 stay."""
     first = piece.rows.start if has_own_rows else piece.q_start
     starts = ((first, piece.rows.size, 2), (piece.kv_start, piece.keys.size, 3))
@@ -317,7 +322,7 @@ class Seeds(NamedTuple):
     def for_heads(self, heads: slice) -> Seeds:
         return Seeds(*(None if t is None else t[..., heads, :] for t in self))  # type: ignore[arg-type]
 
-    def at(self, rows: tuple[Any, ...]) -> Seeds:
+    def at(self, rows: Index) -> Seeds:
         """Returns the gradients for rows with this index in dout."""
         dout, dlse, dout8 = self
         return Seeds(dout[rows], None if dlse is None else dlse[lse_index(rows)], None if dout8 is None else dout8[rows])
@@ -339,7 +344,7 @@ def differentiate(
     seeds: Seeds,
     context: tuple[Scores, Shared],
     shared_sums: list[Tensor | None],
-    fp32: str,
+    fp32: Fp32Gradients,
 ) -> Gradients:
     """Returns the gradients of a call's rows, computed from the full out and lse in `results`.
 
@@ -356,7 +361,7 @@ def differentiate(
     with torch.enable_grad():
         arguments = arguments_of(call, scores, leaves, local.q)
     operands = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
-    summed: Any = scores.fp32_gradients(fp32)
+    summed = scores.fp32_gradients(fp32)
     if scores.fp8_call is None:
         gradients = attention_backward(*operands[:-1], dlse=dlse, **arguments, fp32_gradients=summed)
     else:
@@ -418,7 +423,7 @@ def add_sink(results: Results, offset: Tensor) -> Results:
 
 def merge_into(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
     """Merges a call's out and lse into the results of its rows. Rows without a key have lse -inf."""
-    index: tuple[Any, ...] = (*(() if call.packing is not None else (slice(None),)), slice(*call.rows))
+    index: Index = (*(() if call.packing is not None else (slice(None),)), slice(*call.rows))
     at = lse_index(index)
     fmt = "bshd" if call.packing is None else "thd"
     before = results.out[index], results.lse[at]
@@ -559,7 +564,7 @@ def differentiate_all(
     seeds: Seeds,
     context: tuple[Scores, Shared],
     lanes: Lanes,
-    fp32: Sequence[str],
+    fp32: Sequence[Fp32Gradients],
     own: Part | None = None,
 ) -> CallGradients:
     """Returns the gradients of `attend_all`, except for the sink, on the same lanes. The back lane may use them next.

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from flexattn.dispatch.neutral import is_capturing, is_fake, neutral_state
+from flexattn.dispatch.neutral import is_capturing as is_capturing
+from flexattn.dispatch.neutral import is_fake, neutral_state
 from flexattn.dispatch.options import check_values
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Group: TypeAlias = "ProcessGroup | None"  # None: the default group, as torch.distributed takes it
 _Table = TypeVar("_Table")
 _read: dict[int, Any] = {}  # tables that a captured graph may read, by id
 
 
-def is_over_nccl(group: Any) -> bool:
+def is_over_nccl(group: Group) -> bool:
     """Returns whether the group sends CUDA tensors over NCCL."""
     return "cuda:nccl" in dist.get_backend_config(group)
 
@@ -64,7 +69,7 @@ def tables(maxsize: int | None) -> Callable[[Callable[..., _Table]], Callable[..
     return decorate
 
 
-def check(group: Any, device: torch.device) -> None:
+def check(group: Group, device: torch.device) -> None:
     """Raises ValueError if a CUDA graph is being captured that cannot hold a call over this group."""
     if not is_capturing(device):
         return

@@ -79,7 +79,7 @@ _NUM_TENSORS = _Operands._fields.index("mod_tensors")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _to_json(names: tuple[str, ...], values: tuple[Any, ...]) -> str:
+def _to_json(names: tuple[str, ...], values: tuple[object, ...]) -> str:
     """Returns constants as a JSON text, because an operator's schema takes no dict."""
     by_name = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in zip(names, values, strict=True)}
     return json.dumps(by_name, separators=(",", ":"))
@@ -149,7 +149,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     return chosen(out, lse, max_logit, options.get("return_lse", False), return_max_logit)
 
 
-def _name_of(value: Any) -> Any:
+def _name_of(value: object) -> Any:
     return str(value) if isinstance(value, torch.dtype) else value
 
 
@@ -157,7 +157,7 @@ class _Attend(torch.autograd.Function):
     """Autograd function of the operators. Each tensor of the mods is an argument of its own, after all others."""
 
     @staticmethod
-    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *operands: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tensors, rest = operands[:_NUM_TENSORS], operands[_NUM_TENSORS:]
         values, mod_tensors = rest[: len(_Operands._fields) - _NUM_TENSORS - 1], rest[len(_Operands._fields) - _NUM_TENSORS - 1 :]
         out, lse, max_logit, state = _forward_op(*tensors, list(mod_tensors), *values)

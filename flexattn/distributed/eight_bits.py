@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import backward, fp8
 from flexattn.backward import Given, GivenInFp8, Gradients
 from flexattn.dispatch.quantization import num_blocks
-from flexattn.dispatch.spec import Results
+from flexattn.dispatch.spec import Fp32Gradients, Results
 from flexattn.fp8_ops import QuantizeConfig
 
 
@@ -57,7 +57,12 @@ def local_descale(descale: Tensor, span: Span, heads: Tensor | None, rows: tuple
 
 
 def differentiate(
-    operands: Given, fp8_call: Fp8Call, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any], fp32: str
+    operands: Given,
+    fp8_call: Fp8Call,
+    descales: Sequence[Tensor],
+    dout8: Tensor | None,
+    arguments: dict[str, Any],
+    fp32: Fp32Gradients,
 ) -> Gradients:
     """Returns the gradients of a local call in FP8. descales: for q, k and v, and for dout8 if there is one.
 

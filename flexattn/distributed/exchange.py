@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flexattn.distributed import peer_memory
+from flexattn.distributed.capture import Group
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
 from flexattn.distributed.near import SymmetricFetch, make_symmetric_fetch, pull_of_rows, row_size, starts
 from flexattn.distributed.sums import NO_STEPS, Addend, RowMove, SumSteps, copy_all
 from flexattn.validation import FP8_DTYPES
 
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
 
 @contextlib.contextmanager
-def waiting(what: str, group: Any) -> Iterator[None]:
+def waiting(what: str, group: Group) -> Iterator[None]:
     """Turns a failure of the group into an error that names the exchange and this rank."""
     try:
         yield
@@ -115,26 +119,28 @@ def as_sent(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype in FP8_DTYPES else t
 
 
-def all_gather(received: Tensor, own: Tensor, group: Any) -> Any:
+def all_gather(received: Tensor, own: Tensor, group: Group) -> Any:
     """Starts an all-gather of equally shaped tensors into `received`. Returns a work object to wait for."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
     return gather(as_sent(received), as_sent(own), group=group, async_op=True)
 
 
-def all_to_all(received: Tensor, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]], group: Any, wait: bool = False) -> Any:
+def all_to_all(
+    received: Tensor, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]], group: Group, wait: bool = False
+) -> Any:
     """Starts an all-to-all of (received, sent) rows by rank, or completes it if `wait`. Returns a work object."""
     receives, sends = (list(count) for count in counts)
     return dist.all_to_all_single(as_sent(received), as_sent(sent), receives, sends, group=group, async_op=not wait)
 
 
-def from_first_rank(t: Tensor, group: Any) -> Tensor:
+def from_first_rank(t: Tensor, group: Group) -> Tensor:
     """Returns rank 0's tensor on each rank of the group. Overwrites t."""
     with waiting("the exchange of rank 0's rng_state", group):
-        dist.broadcast(t, dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(t, group_src=0, group=group)
     return t
 
 
-def all_reduce_max(t: Tensor, group: Any, what: str = "the exchange of the largest scores") -> Tensor:
+def all_reduce_max(t: Tensor, group: Group, what: str = "the exchange of the largest scores") -> Tensor:
     """Returns the element-wise maximum over ranks. Overwrites t. what: the name of the exchange in an error."""
     with waiting(what, group):
         dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
@@ -145,11 +151,11 @@ class PendingReceive(NamedTuple):
     """Tensors in transit, and the work objects to wait for. `what` names them in an error."""
 
     received: tuple[Tensor, ...]
-    works: Sequence[Any]
+    works: Sequence[Work]
     kept: tuple[Tensor, ...]  # alive until they have been sent
     what: str
 
-    def wait(self, group: Any) -> tuple[Tensor, ...]:
+    def wait(self, group: Group) -> tuple[Tensor, ...]:
         with waiting(self.what, group):
             for work in self.works:
                 work.wait()
@@ -157,7 +163,7 @@ class PendingReceive(NamedTuple):
 
 
 def begin_fetch(
-    tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any, is_near: bool
+    tensors: Sequence[Tensor], lists: SendReceiveLists, group: Group, is_near: bool
 ) -> tuple[tuple[Tensor, ...], PendingReceive | None]:
     """Starts to fetch the rows [held, ...] that this rank needs from all ranks' tensors [rows, ...].
 
@@ -184,7 +190,7 @@ def begin_fetch(
     return rooms, _exchange_runs(rooms, rooms, (places, lists.receives), group, KEYS)
 
 
-def _fetch_symmetric(tensors: Sequence[Tensor], rooms: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> bool:
+def _fetch_symmetric(tensors: Sequence[Tensor], rooms: Sequence[Tensor], lists: SendReceiveLists, group: Group) -> bool:
     """Fetches the rows through symmetric memory, and writes them and own rows to `rooms`. Returns False if there is none."""
     symmetric = lists.symmetric
     assert symmetric is not None
@@ -228,7 +234,7 @@ def _clear_gaps(rooms: Sequence[Tensor], lists: SendReceiveLists) -> None:
 
 
 def _exchange_runs(
-    sources: Sequence[Tensor], rooms: tuple[Tensor, ...], runs: tuple[Sequence[Runs], Sequence[Runs]], group: Any, what: str
+    sources: Sequence[Tensor], rooms: tuple[Tensor, ...], runs: tuple[Sequence[Runs], Sequence[Runs]], group: Group, what: str
 ) -> PendingReceive:
     """Starts to send and receive runs of rows. Each run is a message from and to its place.
 
@@ -245,7 +251,7 @@ def _exchange_runs(
 KEYS, GRADIENTS = "the exchange of keys and values", "the exchange of the gradients of keys and values"
 
 
-def _exchange_packed(tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> PendingReceive:
+def _exchange_packed(tensors: Sequence[Tensor], lists: SendReceiveLists, group: Group) -> PendingReceive:
     """Starts an all-to-all with one packed message for each rank, or an all-gather if all ranks need all rows."""
     if lists.is_whole:
         own = tuple(x.contiguous() for x in tensors)
@@ -262,7 +268,7 @@ def _exchange_packed(tensors: Sequence[Tensor], lists: SendReceiveLists, group: 
 
 
 def finish_fetch(
-    fetch: tuple[tuple[Tensor, ...], PendingReceive | None], lists: SendReceiveLists, group: Any
+    fetch: tuple[tuple[Tensor, ...], PendingReceive | None], lists: SendReceiveLists, group: Group
 ) -> tuple[Tensor, ...]:
     """Returns the rows that this rank needs, in the order of the full sequence."""
     rooms, pending = fetch
@@ -379,7 +385,7 @@ def _overlaps(runs: Sequence[Run]) -> Runs:
 
 
 def begin_reduce_scatter(
-    shares: Sequence[Sequence[Tensor]], rooms: Sequence[Tensor], dtype: torch.dtype, reduce_scatter: ReduceScatter, group: Any
+    shares: Sequence[Sequence[Tensor]], rooms: Sequence[Tensor], dtype: torch.dtype, reduce_scatter: ReduceScatter, group: Group
 ) -> PendingReceive:
     """Starts to send the gradients of fetched rows to the ranks that own the rows.
 
@@ -438,7 +444,7 @@ def sum_own(
 
 
 def finish_reduce_scatter(
-    pending: PendingReceive, sums: Sequence[Tensor], totals: Sequence[Tensor], reduce_scatter: ReduceScatter, group: Any
+    pending: PendingReceive, sums: Sequence[Tensor], totals: Sequence[Tensor], reduce_scatter: ReduceScatter, group: Group
 ) -> None:
     """Adds the received gradients to the results of `sum_own`, and writes the sums to this rank's rows of `totals`."""
     received = pending.wait(group)
@@ -446,7 +452,7 @@ def finish_reduce_scatter(
     copy_all([(total[to], sum_[rows]) for total, sum_ in zip(totals, sums, strict=True) for to, _, rows in reduce_scatter.summed])
 
 
-def _start_messages(messages: list[Any], what: str, group: Any) -> Sequence[Any]:
+def _start_messages(messages: list[dist.P2POp], what: str, group: Group) -> Sequence[Work]:
     """Starts messages. NCCL uses the current device, which may differ from the device of the tensors."""
     if not messages:
         return []
@@ -458,7 +464,7 @@ def _start_messages(messages: list[Any], what: str, group: Any) -> Sequence[Any]
 RING = "a step of the ring"
 
 
-def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, Sequence[Any]]:
+def rotate(x: Tensor, rows: int, group: Group) -> tuple[Tensor, Sequence[Work]]:
     """Starts to send x to the next rank and to receive `rows` rows from the previous one. Returns these and the work objects."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     received = x.new_empty((rows, *x.shape[1:]))
@@ -470,7 +476,7 @@ def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, Sequence[Any]]:
     return received, _start_messages(messages, RING, group)
 
 
-def wait(works: Sequence[Any], group: Any) -> None:
+def wait(works: Sequence[Work], group: Group) -> None:
     with waiting(RING, group):
         for work in works:
             work.wait()

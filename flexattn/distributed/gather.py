@@ -14,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.options import snapshot
-from flexattn.distributed import exchange, peer_memory, slices
+from flexattn.distributed import capture, exchange, peer_memory, slices
 from flexattn.distributed.calls import (
     Calls,
     InputGradients,
@@ -154,7 +153,7 @@ class Gather(NamedTuple):
     def fetches(self, qkv: tuple[Tensor, Tensor, Tensor], has_slopes: bool, ends: int) -> _Fetches:
         """Returns the fetches for tensors like these. ends: number of small slices, see `key_slices`."""
         q, k, v = qkv
-        key, may_keep = (ends, snapshot()), not is_capturing(q.device)  # `tables` notes the tables that a CUDA graph reads
+        key, may_keep = (ends, snapshot()), not capture.is_capturing(q.device)  # `tables` notes the tables that a CUDA graph reads
         if may_keep and (known := self.kept.get(key)) is not None:
             return known
         batch = 1 if self.plan.is_packed else k.shape[0]
@@ -280,7 +279,7 @@ class _SliceFetcher:
         self.lanes.is_last = self._are_own_first  # Fetch on the lane of the calls that need the keys, before all other calls.
         self.next_fetch = self._begin(0)
 
-    def _lane(self) -> contextlib.AbstractContextManager[Any]:
+    def _lane(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context of the lane that fetches keys: the main lane, or the side lane if calls on own keys do not wait."""
         return self.lanes.side() if self._are_own_first else contextlib.nullcontext()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _streams(device: torch.device, of: int) -> tuple[Any, Any, Any]:
+def _streams(device: torch.device, of: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
     """Returns three streams besides the one with raw handle `of`. Kernels of the last two have priority."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     early, back = (torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -34,7 +33,7 @@ class Lanes:
     """
 
     def __init__(self, device: torch.device, *, are_apart: bool) -> None:
-        self._main: Any = None
+        self._main: torch.cuda.Stream | None = None
         if are_apart and has_streams(device):
             self._main = torch.cuda.current_stream(device)
             self._side, self._early, self._back = _streams(device, self._main.cuda_stream)
@@ -42,15 +41,15 @@ class Lanes:
             for lane in (self._side, self._early, self._back):
                 lane.wait_stream(self._main)
         self.is_last = False
-        self._kept: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
+        self._kept: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
 
-    def side(self) -> contextlib.AbstractContextManager[Any]:
+    def side(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context in which the stream of the side lane is current."""
         if self._main is None:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._early if self.is_last else self._side)
 
-    def back(self) -> contextlib.AbstractContextManager[Any]:
+    def back(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context in which the stream of the back lane is current."""
         return contextlib.nullcontext() if self._main is None else torch.cuda.stream(self._back)
 
@@ -73,7 +72,7 @@ class Lanes:
 
     def let_go(self) -> None:
         """Makes the main lane wait for the back lane up to the last `keep` but one, and frees the tensors that were kept before."""
-        while len(self._kept) > 1:
+        while self._main is not None and len(self._kept) > 1:
             event, _ = self._kept.popleft()
             self._main.wait_event(event)
 

@@ -32,7 +32,7 @@ class _LocalBlockMask:
         self.q_num_blocks, self.q_indices = ordered(turned == MASKED)
         self.full_q_num_blocks, self.full_q_indices = ordered(turned == WHOLE)
         self.BLOCK_SIZE = sizes
-        self.mask_mod: Any = None
+        self.mask_mod: Mod | None = None
 
 
 class LocalBlocks:
@@ -75,7 +75,7 @@ class LocalBlocks:
         (first_q, first_kv), (size_q, size_kv) = beyond, self.sizes
         has_rows, has_heads, is_packed = table.shape[0] > 1, table.shape[1] > 1, self.is_packed
 
-        def exact(b: Any, h: Any, i: Any, j: Any, *rest: Any, **named: Any) -> Any:
+        def exact(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *rest: Tensor, **named: Tensor) -> Tensor:
             row = (i + (first_q[b] if is_packed else first_q)) // size_q
             column = (j + (first_kv[b] if is_packed else first_kv)) // size_kv
             kind = table[b if has_rows else b * 0, h if has_heads else h * 0, row, column]

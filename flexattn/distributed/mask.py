@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -49,7 +49,7 @@ class Mask:
     blocks: Blocks | None = None
 
     @property
-    def digest(self) -> tuple[Any, ...]:
+    def digest(self) -> tuple[object, ...]:
         """Returns values that are equal for equal masks, in any process."""
         return (*self.band, self.lengths_q, self.lengths_kv, None if self.blocks is None else self.blocks.digest)
 

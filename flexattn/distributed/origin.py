@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Mod = Callable[..., Any]
+Mod = Callable[..., Tensor]
 
 
 class Origin(NamedTuple):
@@ -33,13 +33,13 @@ def moved_mod(mod: Mod | None, places: int, origin: Origin) -> Mod | None:
     document, q_start, kv_start, _ = origin
     if document is None:
 
-        def moved(*arguments: Any, **named: Any) -> Any:
+        def moved(*arguments: Tensor, **named: Tensor) -> Tensor:
             first, (b, h, i, j), rest = arguments[:places], arguments[places : places + 4], arguments[places + 4 :]
             return mod(*first, b, h, i + q_start, j + kv_start, *rest, **named)
 
         return moved
 
-    def moved_document(*arguments: Any, **named: Any) -> Any:
+    def moved_document(*arguments: Tensor, **named: Tensor) -> Tensor:
         first, (b, h, i, j), rest = arguments[:places], arguments[places : places + 4], arguments[places + 4 :]
         return mod(*first, document[b], h, i + q_start[b], j + kv_start[b], *rest, **named)
 
@@ -51,7 +51,7 @@ def mod_of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None
     if mod is None:
         return None
 
-    def moved(*arguments: Any, **named: Any) -> Any:
+    def moved(*arguments: Tensor, **named: Tensor) -> Tensor:
         first, (b, h), rest = arguments[:places], arguments[places : places + 2], arguments[places + 2 :]
         return mod(*first, b, h + first_head, *rest, **named)
 
@@ -80,7 +80,7 @@ def with_alibi(mod: Mod | None, slopes: Tensor, origin: Origin) -> Mod:
     """
     diagonal, is_packed, has_rows = origin.diagonal, origin.document is not None, slopes.dim() == 2
 
-    def biased(score: Any, b: Any, h: Any, i: Any, j: Any, *rest: Any, **named: Any) -> Any:
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *rest: Tensor, **named: Tensor) -> Tensor:
         if mod is not None:
             score = mod(score, b, h, i, j, *rest, **named)
         slope = slopes[b, h] if has_rows else slopes[h]

@@ -28,7 +28,7 @@ from torch import Tensor
 from flexattn import compat
 from flexattn.dispatch import options
 from flexattn.dispatch.neutral import is_capturing
-from flexattn.distributed.capture import is_over_nccl, tables
+from flexattn.distributed.capture import Group, is_over_nccl, tables
 
 MOST_RANKS = 8  # GPUs of one host
 MOST_BYTES = 1 << 30  # Largest symmetric memory of a rank. Larger exchanges use messages.
@@ -81,7 +81,8 @@ class Memory(Protocol):
 
 
 class _SymmetricMemory:
-    def __init__(self, group: Any, device: torch.device, size: int) -> None:
+    def __init__(self, group: Group, device: torch.device, size: int) -> None:
+        assert group is not None
         try:
             self.own: Tensor = compat.allocate_symmetric((size,), (1,), torch.uint8, device)
             self._handle = compat.symmetric_memory().rendezvous(self.own, group)
@@ -108,7 +109,9 @@ class PeerMemory:
         self.rank, self.device, self._make = rank, device, make
         self.memory: Memory | None = None
         self._captured: list[Memory] = []  # graphs contain their addresses
-        self._last: tuple[Any, Any] | None = None  # the stream of the last exchange, and an event at its end
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = (
+            None  # the stream of the last exchange, and an event at its end
+        )
 
     def grow(self, size: int) -> None:
         """Allocates at least `size` bytes, if there are fewer. All ranks of the group must call it."""
@@ -199,21 +202,21 @@ def _table(shapes: tuple[Any, ...], rank: int, device: torch.device) -> Any:
     return table._replace(blocks=table.blocks.to(device))
 
 
-_MEMORIES: dict[tuple[Any, torch.device], PeerMemory | None] = {}
+_MEMORIES: dict[tuple[Group, torch.device], PeerMemory | None] = {}
 
 
-def are_near(group: Any, device: torch.device) -> bool:
+def are_near(group: Group, device: torch.device) -> bool:
     """Returns whether a group's ranks use symmetric memory, equal on all ranks. The first call is a collective."""
     return _group_memory(group, device) is not None
 
 
-def shared_bytes(group: Any, device: torch.device) -> int:
+def shared_bytes(group: Group, device: torch.device) -> int:
     """Returns the bytes of symmetric memory that each rank of a group has now. torch's allocator does not count them."""
     peer = _MEMORIES.get((group, device))
     return 0 if peer is None or peer.memory is None else peer.memory.own.numel()
 
 
-def begin(group: Any, device: torch.device, size: int) -> Exchange | None:
+def begin(group: Group, device: torch.device, size: int) -> Exchange | None:
     """Returns an exchange with `size` bytes of memory, or None if messages must be used. size: equal on all ranks."""
     peer = _group_memory(group, device)
     if peer is None or size > MOST_BYTES:
@@ -224,7 +227,8 @@ def begin(group: Any, device: torch.device, size: int) -> Exchange | None:
     return Exchange(peer, peer.begin())
 
 
-def _group_memory(group: Any, device: torch.device) -> PeerMemory | None:
+def _group_memory(group: Group, device: torch.device) -> PeerMemory | None:
+    assert group is not None
     if options.peer_memory() == "never" or not 2 <= group.size() <= MOST_RANKS:
         return None
     key = (group, device)
@@ -235,9 +239,9 @@ def _group_memory(group: Any, device: torch.device) -> PeerMemory | None:
     return _MEMORIES[key]
 
 
-def _make_group_memory(group: Any, device: torch.device) -> PeerMemory | None:
+def _make_group_memory(group: Group, device: torch.device) -> PeerMemory | None:
     """Returns a group's memory, or None if ranks are on several hosts or a GPU cannot read another's memory."""
-    if not is_over_nccl(group):
+    if group is None or not is_over_nccl(group):
         return None
     ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(ranks, _host_and_gpus(device), group=group)

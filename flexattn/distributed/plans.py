@@ -412,7 +412,7 @@ def plan(
 
 
 def _named_arguments(
-    attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None, block_mask: Any
+    attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None, block_mask: object
 ) -> tuple[tuple[str, ...], Band]:
     """Returns the names of a mask's arguments that differ from the defaults of `attention`, and the band."""
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
@@ -425,7 +425,7 @@ def _named_arguments(
     return tuple(name for name, is_given in zip(MASK, is_own, strict=True) if is_given), band
 
 
-def _blocks(block_mask: Any, lengths: tuple[tuple[int, ...], tuple[int, ...]], is_packed: bool) -> Blocks | None:
+def _blocks(block_mask: object, lengths: tuple[tuple[int, ...], tuple[int, ...]], is_packed: bool) -> Blocks | None:
     """Returns the blocks of a full mask. Raises ValueError if it does not cover these sequences."""
     if block_mask is None:
         return None
@@ -436,7 +436,7 @@ def _blocks(block_mask: Any, lengths: tuple[tuple[int, ...], tuple[int, ...]], i
     return blocks
 
 
-def _lengths(name: str, value: Any) -> tuple[int, int]:
+def _lengths(name: str, value: object) -> tuple[int, int]:
     """Returns the tokens of queries and of keys."""
     sides = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     counts = [as_index(side) for side in sides]

@@ -8,11 +8,12 @@ https://arxiv.org/abs/2310.01889).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.distributed.calls import (
     Call,
     InputGradients,
@@ -37,6 +38,9 @@ from flexattn.distributed.exchange import rotate, wait
 from flexattn.distributed.layout import size_of
 from flexattn.distributed.mask import merged
 from flexattn.distributed.plans import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 
 @tables(32)
@@ -103,7 +107,7 @@ class Ring(NamedTuple):
         kv = concatenate_kv(k, v, packed)
         grad = torch.zeros(kv.shape, dtype=wide, device=kv.device)
         steps = self._steps(shared, q.device)
-        fp32 = "dqkv" if plan.ranks > 1 or len(steps[0]) > 1 else "none"
+        fp32: Fp32Gradients = "dqkv" if plan.ranks > 1 or len(steps[0]) > 1 else "none"
         for step, calls in enumerate(steps):
             if step + 1 < plan.ranks:
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
@@ -127,7 +131,7 @@ class Ring(NamedTuple):
             grad = self._arrived(rotate(grad, self._rows_of_step(plan.ranks), plan.group))
         return InputGradients(dq, *split_kv(grad, dim, packed), shared_sums)
 
-    def _arrived(self, travelling: tuple[Tensor, Sequence[Any]]) -> Tensor:
+    def _arrived(self, travelling: tuple[Tensor, Sequence[Work]]) -> Tensor:
         received, works = travelling
         wait(works, self.plan.group)
         return received

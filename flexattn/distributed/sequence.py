@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexattn.dispatch.spec import Band, make_band
 from flexattn.distributed import agreement
@@ -14,10 +14,16 @@ from flexattn.distributed.mask import Mask
 from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.whole_call import Options
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
 _OF_BAND = MASK[:3]
 
 
-def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int, int], arguments: dict[str, Any]) -> Any:
+def attend_over_sequence(
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, lengths: tuple[int, int], arguments: dict[str, Any]
+) -> Any:
     """Returns `attention` of this rank's tokens, which are split as DTensor's Shard splits them.
 
     lengths: numbers of all queries and keys. arguments: those of `flexattn.attention`, for the full sequence.
@@ -32,7 +38,7 @@ agreement.breaks_graphs(attend_over_sequence)  # because it makes plans
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(group: Any, lengths: tuple[int, int], band: Band, blocks: Blocks | None) -> Plan:
+def _plan(group: ProcessGroup, lengths: tuple[int, int], band: Band, blocks: Blocks | None) -> Plan:
     queries, keys = lengths
     runs = (chunks(queries, group.size()), chunks(keys, group.size()))
     mask = Mask(*band, (queries,), (keys,), blocks)

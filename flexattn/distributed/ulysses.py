@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.distributed import peer_memory
 from flexattn.distributed.calls import (
     Calls,
@@ -32,7 +33,7 @@ from flexattn.distributed.calls import (
     tokens_first,
     whole_gradients,
 )
-from flexattn.distributed.capture import tables
+from flexattn.distributed.capture import Group, tables
 from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
@@ -92,7 +93,7 @@ def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
     return words.index_select(0, order).view(x.dtype)
 
 
-def _open_exchange(tensors: Sequence[Tensor], places: Sequence[int], group: Any) -> Exchange | None:
+def _open_exchange(tensors: Sequence[Tensor], places: Sequence[int], group: Group) -> Exchange | None:
     """Returns an exchange with each rank's tensors at these bytes of symmetric memory. None if messages must be used."""
     pulling = peer_memory.begin(group, tensors[0].device, places[-1])
     if pulling is not None:
@@ -102,7 +103,7 @@ def _open_exchange(tensors: Sequence[Tensor], places: Sequence[int], group: Any)
     return pulling
 
 
-def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[tuple[Run, ...]], group: Any) -> list[Tensor]:
+def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[tuple[Run, ...]], group: Group) -> list[Tensor]:
     """Returns tensors [all rows, ..., own heads, d], in the order of the full sequence, from each rank's [rows, ..., h, d].
 
     heads: for each tensor, the heads of each rank. Several ranks may have the same.
@@ -137,7 +138,7 @@ class HeadRuns(NamedTuple):
         return self.total % ranks == 0 and self.by_rank == tuple(cut(self.total, ranks))
 
 
-def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[HeadRuns], group: Any) -> list[Tensor]:
+def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[HeadRuns], group: Group) -> list[Tensor]:
     """Returns each rank's [rows, ..., h, d] from [all rows, ..., own heads, d]. Sums a head of several ranks, in their order."""
     rank, whole = dist.get_rank(group), sum(map(size_of, runs))
     widest = [max(run.size for run in head_runs.by_rank) for head_runs in heads]
@@ -213,7 +214,7 @@ def _exchange_concatenated(
     return results
 
 
-def _to_heads_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], group: Any) -> Tensor:
+def _to_heads_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], group: Group) -> Tensor:
     width = heads[dist.get_rank(group)].size
     if HeadRuns(heads, x.shape[-2]).are_even:
         sent = x.reshape(*x.shape[:-2], len(heads), width, x.shape[-1]).movedim(-3, 0).contiguous().view(-1)
@@ -228,7 +229,7 @@ def _to_heads_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, .
     return _in_order(by_rank, _order(runs, True, x.device))
 
 
-def _to_rows_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: HeadRuns, group: Any) -> Tensor:
+def _to_rows_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: HeadRuns, group: Group) -> Tensor:
     own, row = size_of(runs[dist.get_rank(group)]), _head_row(x)
     sends, receives = (
         [size_of(part) * row * x.shape[-2] for part in runs],
@@ -344,7 +345,7 @@ class Ulysses(NamedTuple):
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
             is_shared = sum(run.size for run in self._split.kv) > self.heads_kv or places is not None
             is_sum = is_shared or len(calls.longest_first) > 1
-            fp32 = ["dkv" if is_sum else "none"] * len(calls.longest_first)
+            fp32: list[Fp32Gradients] = ["dkv" if is_sum else "none"] * len(calls.longest_first)
             gradients = differentiate_all(calls, part, Results(out, lse), head_seeds, context, _one_lane(whole_q), fp32)
             shared_part = gradients.shared
             if calls.whole is None:

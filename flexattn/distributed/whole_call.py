@@ -22,6 +22,7 @@ from flexattn.distributed.calls import COMMON, InputGradients, Results, Scores, 
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
+from flexattn.distributed.origin import Mod
 from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
@@ -75,7 +76,7 @@ class CheckedCall:
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
         self.qkv_format, self.return_lse, self.scores, self.needs_grad = "bshd", False, Scores(), True
-        self.plan_facts: dict[str, Any] = {}  # facts from the plan and the shapes, equal on all ranks
+        self.plan_facts: dict[str, object] = {}  # facts from the plan and the shapes, equal on all ranks
         self.is_ordinary = False  # whether the call comes from the cache, whose calls no mode sees and whose tensors are plain
 
     @classmethod
@@ -87,24 +88,7 @@ class CheckedCall:
         _with_blocks(plan, options)
         fmt = options.pop("qkv_format", None) or ("thd" if plan.is_packed else "bshd")
         validation.check_name("qkv_format", fmt, ("thd",) if plan.is_packed else ("bshd", "sbhd", "bhsd"))
-        q, k, v = cast_for_autocast(q, k, v)
-        fp8.check_unpacked(q, k, v)
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            if type(t).__name__ == "DTensor":
-                raise TypeError(f"{name} is a DTensor; accepted: a local tensor, such as {name}.to_local()")
-            if isinstance(t, Tensor) and isinstance(q, Tensor) and t.dtype != q.dtype:
-                raise TypeError(
-                    f"{name} has dtype {t.dtype} and q {q.dtype}; accepted: the same dtype. Use attention_over_ranks for a cache"
-                )
-        validation.check_qkv(q, k, v, fmt, fmt)
-        q, k, v = (as_bshd(t, fmt) for t in (q, k, v))
-        rank, dim, dims = plan.rank, 0 if plan.is_packed else 1, "thd" if plan.is_packed else "bshd"
-        for name, t, runs in (("q", q, plan.q_runs), ("k", k, plan.kv_runs)):
-            if t.shape[dim] != size_of(runs[rank]):
-                raise ValueError(
-                    f"{name} has {t.shape[dim]} tokens on rank {rank}; accepted: the {size_of(runs[rank])} of the plan. Use "
-                    "`shard` to select them"
-                )
+        q, k, v = _checked_tensors(*cast_for_autocast(q, k, v), plan, fmt)
         wanted = {name: options.pop(name, False) for name in ("return_lse", "return_max_logit")}
         for name, is_wanted in wanted.items():
             validation.check_flag(name, is_wanted)
@@ -117,7 +101,7 @@ class CheckedCall:
         fp8_call = quantise.check(recipe_and_state, (q, k, v), plan, needs_grad, request)
         descales = options.get("descale_q"), options.get("descale_k"), options.get("descale_v")
         rows = 0 if fp8_call is None else fp8_call.recipe.rows
-        batch = len(plan.mask.lengths_q) if plan.is_packed else q.shape[0]
+        batch, dims = (len(plan.mask.lengths_q), "thd") if plan.is_packed else (q.shape[0], "bshd")
         checked_descales = validation.check_fp8(q, k, dims, dims, batch, quantise.whole_sizes(plan), rows, descales)
         shared = shared._replace(descales=checked_descales)
         if wanted["return_max_logit"]:
@@ -141,15 +125,7 @@ class CheckedCall:
                 f"bias has only the rows of this rank's queries with strategy {chosen!r}. Pass the full bias, or use strategy "
                 "'gather', 'halo' or 'ring'"
             )
-        runner: Strategy
-        if chosen == "ulysses+ring":
-            inside, between = plan.inside_host()
-            runner = Ulysses(inside, scores, heads.q, heads.kv, between)
-        elif chosen == "ulysses":
-            runner = Ulysses(plan, scores, heads.q, heads.kv)
-        else:
-            runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores, {})
-        call = cls(runner, plan, (q, k, v), shared)
+        call = cls(_strategy(chosen, plan, scores, heads), plan, (q, k, v), shared)
         call.qkv_format, call.return_lse, call.scores, call.needs_grad = fmt, wanted["return_lse"], scores, needs_grad
         call.plan_facts = {
             "plan": plan.digest,
@@ -175,7 +151,7 @@ class CheckedCall:
         *shared, descales, mod_tensors = self.shared
         return (*self.qkv, *shared, *(descales or (None,) * NUM_DESCALES), *mod_tensors)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Returns values that must be equal on all ranks. Reads shared tensors on the host, and so waits for the device."""
         scores, shared = self.scores, self.shared
         mod_numbers = [numbers_of(mod) for mod in (scores.score_mod, scores.mask_mod) if mod is not None]
@@ -223,6 +199,38 @@ class CheckedCall:
         return chosen(whole, lse, max_logit, self.return_lse, peaks is not None)
 
 
+def _checked_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns this rank's tensors as [b, s, h, d] or [t, h, d]. Raises if they are not the tokens of the plan."""
+    fp8.check_unpacked(q, k, v)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if type(t).__name__ == "DTensor":
+            raise TypeError(f"{name} is a DTensor; accepted: a local tensor, such as {name}.to_local()")
+        if isinstance(t, Tensor) and isinstance(q, Tensor) and t.dtype != q.dtype:
+            raise TypeError(
+                f"{name} has dtype {t.dtype} and q {q.dtype}; accepted: the same dtype. Use attention_over_ranks for a cache"
+            )
+    validation.check_qkv(q, k, v, fmt, fmt)
+    q, k, v = as_bshd(q, fmt), as_bshd(k, fmt), as_bshd(v, fmt)
+    rank, dim = plan.rank, 0 if plan.is_packed else 1
+    for name, t, runs in (("q", q, plan.q_runs), ("k", k, plan.kv_runs)):
+        if t.shape[dim] != size_of(runs[rank]):
+            raise ValueError(
+                f"{name} has {t.shape[dim]} tokens on rank {rank}; accepted: the {size_of(runs[rank])} of the plan. Use "
+                "`shard` to select them"
+            )
+    return q, k, v
+
+
+def _strategy(name: str, plan: Plan, scores: Scores, heads: Heads) -> Strategy:
+    """Returns the strategy with this name."""
+    if name == "ulysses+ring":
+        inside, between = plan.inside_host()
+        return Ulysses(inside, scores, heads.q, heads.kv, between)
+    if name == "ulysses":
+        return Ulysses(plan, scores, heads.q, heads.kv)
+    return Ring(plan, scores) if name == "ring" else Gather(plan, name, scores, {})
+
+
 def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
     """Adds the mask_mod of the plan's block mask to the options. Raises ValueError if there is another one, or none."""
     blocks = plan.mask.blocks
@@ -237,7 +245,7 @@ def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
     options["mask_mod"] = blocks.mask_mod
 
 
-def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[Any, ...]:
+def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[object, ...]:
     """Returns the shapes of shared tensors, bias first. Omits the rows of a bias that has only this rank's rows."""
     shapes = [None if t is None else tuple(t.shape) for t in shared]
     if has_own_rows and shapes[0] is not None:
@@ -255,7 +263,7 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-def check_arguments(plan: Any, options: dict[str, Any]) -> None:
+def check_arguments(plan: object, options: dict[str, Any]) -> None:
     """Raises for a wrong plan, and for an argument that `attention` does not have or that cannot be split."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; accepted: a Plan from flexattn.distributed.plan")
@@ -329,7 +337,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     return scores, Shared(bias, slopes, offset, rng_state if dropout_p > 0 else None, (), values)
 
 
-def _check_mod(name: str, mod: Any, tensors: Any, sizes: tuple[int, int, Plan]) -> None:
+def _check_mod(name: str, mod: Mod, tensors: Mapping[str, Tensor] | Sequence[Tensor], sizes: tuple[int, int, Plan]) -> None:
     """Raises for a mod that cannot be split, because its captured tensors require a gradient."""
     batch, heads, plan = sizes
     check_sizes = getattr(mod, "_flexattn_check_sizes", None)

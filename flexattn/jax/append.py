@@ -188,7 +188,7 @@ def _layout(call: AppendCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
     )
 
 
-def _no_gradient(*_: Any, **__: Any) -> Any:
+def _no_gradient(*_: object, **__: object) -> Any:
     raise NotImplementedError(
         "append_kv has no gradient but is differentiated; accepted: jax.lax.stop_gradient of the caches and of the new rows"
     )

@@ -308,11 +308,11 @@ def _sum(
     return jnp.sum(x, None if dims is None else tuple(dims), dtype=None if dtype is None else jax_dtype(dtype), keepdims=keepdim)
 
 
-def _cast(x: jax.Array, *, dtype: DTypeLike | None = None, **_: Any) -> jax.Array:
+def _cast(x: jax.Array, *, dtype: DTypeLike | None = None, **_: object) -> jax.Array:
     return x if dtype is None else x.astype(jax_dtype(dtype))
 
 
-def quotient(x: jax.Array, y: Any) -> jax.Array:
+def quotient(x: jax.Array, y: object) -> jax.Array:
     """Returns x / y; float32 is rounded to nearest, as in torch; below 2^-126 the result is 0."""
     dtype = jnp.result_type(x, y)
     if dtype != jnp.float32:
@@ -359,7 +359,7 @@ def _compute(step: Op, memory: _Memory) -> None:
     if function is None:
         raise plans.PlanError(f"{step.func} has no counterpart in JAX; such a call does not run from JAX on a CUDA device")
 
-    def read(argument: Any) -> jax.Array:
+    def read(argument: object) -> jax.Array:
         if isinstance(argument, (list, tuple)) and not isinstance(argument, View):
             return [read(x) for x in argument]
         return memory.read(argument) if isinstance(argument, View) else argument

@@ -208,7 +208,7 @@ def _keep_thread() -> None:
 
 
 @contextlib.contextmanager
-def _on_cuda(frame: Any) -> Iterator[torch.device]:
+def _on_cuda(frame: object) -> Iterator[torch.device]:
     """Makes XLA's stream torch's current stream, and yields the device."""
     device = torch.device("cuda", _query(frame, "ordinal_get", _Ordinal))
     stream = torch.cuda.ExternalStream(_query(frame, "stream_get", _Stream) or 0, device)  # type: ignore[no-untyped-call]
@@ -276,7 +276,7 @@ def _write(results: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         result.copy_(t)
 
 
-def _failure(frame: Any, e: BaseException) -> Any:
+def _failure(frame: object, e: BaseException) -> Any:
     """Returns XLA's error for an exception, and prints the exception with its traceback."""
     with contextlib.suppress(Exception):  # for example without stderr
         traceback.print_exception(e, file=sys.stderr)

@@ -108,7 +108,7 @@ def stand_in(recipe: Any, arrays: dict[str, Tensor]) -> Any:
     return state
 
 
-def checked_state(state: Any) -> DelayedScaling | None:
+def checked_state(state: object) -> DelayedScaling | None:
     """Returns a state whose fields are arrays; raises TypeError for any other object."""
     if state is None:
         return None

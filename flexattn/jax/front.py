@@ -168,7 +168,7 @@ _KEYED_ARRAYS = frozenset((*_ARRAYS, "cu_seqlens", "rng_state"))
 _KEYED = frozenset((bool, int, float, str, type(None), Recipe))  # types of the other arguments of a call with a key
 
 
-def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> explanations.Explanation:
+def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: object) -> explanations.Explanation:
     """Returns the backend that runs a call of `attention`, with the reasons; runs nothing.
 
     The target is the CUDA device for compilation (JAX's first, or that of `compiled_for`), or the CPU if there is none. All
@@ -346,13 +346,13 @@ def _given(given: Mapping[str, Any]) -> _Given:
     return _Given(tuple(arrays), [*arrays.values(), *captures, *lists], static, traced, captures, block_mask)
 
 
-def _array(name: str, value: Any) -> Any:
+def _array(name: str, value: object) -> Any:
     if isinstance(value, (jax.Array, np.ndarray)):
         return jnp.asarray(value)  # in JAX's dtype, such as float32 for float64
     raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
 
 
-def _heads(q: jax.Array, qkv_format: Any) -> int | None:
+def _heads(q: jax.Array, qkv_format: object) -> int | None:
     """Returns the number of q's heads, or None if its format is invalid, which the checks report later."""
     fmt = str(qkv_format).partition("_2")[0]
     return int(q.shape[fmt.index("h")]) if "h" in fmt and q.ndim == len(fmt) and q.shape[fmt.index("h")] else None

@@ -186,7 +186,7 @@ class _Writer:
         for var, value in zip(jaxpr.invars, arguments, strict=True):
             env[var] = _Scalar(value, self.kept_dtype(var.aval)) if isinstance(value, str) else value
 
-        def read(x: Any) -> jax.Array:
+        def read(x: object) -> jax.Array:
             if not isinstance(x, Literal):
                 return env[x]
             if getattr(x.val, "ndim", 0):
@@ -217,7 +217,7 @@ class _Writer:
             env.update(zip(e.outvars, values, strict=True))
         return [read(x) for x in jaxpr.outvars]
 
-    def number(self, value: Any, dtype: torch.dtype) -> _Scalar:
+    def number(self, value: object, dtype: torch.dtype) -> _Scalar:
         text = f"float({str(value)!r})" if isinstance(value, float) and not np.isfinite(value) else repr(value)
         return _Scalar(text, dtype, is_number=True)
 
@@ -323,7 +323,7 @@ class _Writer:
         return _Scalar(f"x{self.count}", dtype)
 
 
-def _unwrapped(producers: Mapping[Any, Any], x: Any) -> Any:
+def _unwrapped(producers: Mapping[Any, Any], x: object) -> Any:
     """Returns i of select_n(i < 0, i, i + n), which JAX creates for an index; a read handles negative indices itself."""
     e = None if isinstance(x, Literal) else producers.get(x)
     if e is None or e.primitive.name != "select_n" or len(e.invars) != 3:

@@ -75,7 +75,7 @@ def bind(primitive: Primitive, arrays: Sequence[jax.Array], call: Hashable) -> l
     return list(primitive.bind(*alike(arrays), call=call))
 
 
-def _on_host(name: str, shapes: Any) -> Any:
+def _on_host(name: str, shapes: object) -> Any:
     direction = _direction(name)
 
     def run(*arrays: jax.Array, call: Call) -> Any:
@@ -87,7 +87,7 @@ def _on_host(name: str, shapes: Any) -> Any:
     return run
 
 
-def _on_cuda(name: str, shapes: Any, planned: Any) -> Any:
+def _on_cuda(name: str, shapes: object, planned: Any) -> Any:
     def run(*arrays: jax.Array, call: Call) -> Any:
         if call.settings.backend not in cuda.HOSTED:
             return planned(call, arrays)
@@ -111,13 +111,13 @@ def _refuse_platform(*arrays: jax.Array, call: Call) -> Any:
     )
 
 
-def _no_second_order(*_: Any, **__: Any) -> Any:
+def _no_second_order(*_: object, **__: object) -> Any:
     raise NotImplementedError(
         "attention is differentiated twice, or in forward mode; accepted: first derivatives in reverse mode, by jax.grad or jax.vjp"
     )
 
 
-def primitive(name: str, shapes: Any) -> Any:
+def primitive(name: str, shapes: object) -> Any:
     """Returns a new primitive with a parameter `call`; shapes: a function of the call and its operands to the results' shapes."""
     new = Primitive(name)
     new.multiple_results = True
@@ -126,7 +126,7 @@ def primitive(name: str, shapes: Any) -> Any:
     return new
 
 
-def register(outer: Primitive, inner: Primitive, on_host: Any, on_cuda: Any, layout_of: Any) -> None:
+def register(outer: Primitive, inner: Primitive, on_host: object, on_cuda: object, layout_of: Any) -> None:
     """Registers the split of a primitive into calls of `inner` over devices, and the lowering of those for each platform."""
     mlir.register_lowering(inner, mlir.lower_fun(_refuse_platform, multiple_results=True))
     mlir.register_lowering(inner, mlir.lower_fun(on_cuda, multiple_results=True), platform="cuda")

@@ -49,7 +49,7 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndar
 
 
 def attention_over_axis(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str, layout: str = "contiguous", **options: Any
+    q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str, layout: str = "contiguous", **options: object
 ) -> Any:
     """Returns attention of this device's queries over the keys of all devices, like `attention` of the whole sequence.
 
@@ -282,7 +282,7 @@ class _Origin(NamedTuple):
         mods: dict[str, Any] = {}
         score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
 
-        def shift(b: Any, q_idx: jax.Array, kv_idx: jax.Array) -> tuple[Any, Any]:
+        def shift(b: object, q_idx: jax.Array, kv_idx: jax.Array) -> tuple[Any, Any]:
             query, key = (origin[b] if origin.ndim else origin for origin in (self.query, self.key))
             return q_idx + query, kv_idx + key
 

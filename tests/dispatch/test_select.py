@@ -170,7 +170,6 @@ def test_only_a_fall_to_a_slower_class_of_path_warns(refuse):
 
 def test_the_warning_comes_once(monkeypatch, refuse):
     refuse("triton", "cudnn")
-    monkeypatch.setattr(ops, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: ops.make_spec(x, settings, (9, 0))._replace(device_type="cuda"))
     monkeypatch.setattr("flexattn.warn._warned", set())
     q = torch.randn(1, 3, 2, 8)

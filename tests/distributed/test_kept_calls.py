@@ -8,7 +8,7 @@ CALLS = """
 import os, torch, torch.distributed as dist
 import flexattn
 from flexattn import call_cache, distributed
-from flexattn.distributed import whole_call
+from flexattn.distributed import capture, whole_call
 
 dist.init_process_group("gloo", "tcp://127.0.0.1:0", rank=0, world_size=1)
 plan = distributed.plan(dist.group.WORLD, length=8, attn_mask_type="causal")
@@ -82,6 +82,15 @@ for wrong in ({"softcap": True}, {"return_lse": 1}, {"softmax_scale": -1.0}, {"s
     except (TypeError, ValueError):
         continue
     raise AssertionError(wrong)
+is_checked(q, k, v)
+capture._read.clear()
+state = capture.is_capturing, capture.is_over_nccl
+capture.is_capturing, capture.is_over_nccl = lambda device: True, lambda group: True
+assert not is_checked(q, k, v) and capture._read  # a graph keeps the tables that it reads, although the call is kept
+capture.is_capturing, capture.is_over_nccl = state
+os.environ["FLEXATTN_PEER_MEMORY"] = "never"  # which the exchanges depend on
+assert is_checked(q, k, v)
+del os.environ["FLEXATTN_PEER_MEMORY"]
 call_cache.clear_cache()
 call_cache.MOST_CALLS = 8
 for n in range(1, 20):
