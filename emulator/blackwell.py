@@ -13,7 +13,7 @@ from flexattn.emulator.tensor import TensorView
 from flexattn.emulator.values import Tensor
 
 
-def _allocate(element_ty: DType, shape: Sequence[Any], layout: Layout, value: Tensor | None = None) -> TensorView:
+def _allocate(element_ty: DType, shape: Sequence[object], layout: Layout, value: Tensor | None = None) -> TensorView:
     return program().allocate_tensor(element_ty, static_shape(shape, "tensor memory"), layout, value)
 
 
@@ -38,7 +38,7 @@ def _mma(
             program().tcgen05_commit(barrier)
 
 
-def _commit(barrier: SharedView, pred: Any = True, descs: Sequence[Any] = ()) -> None:
+def _commit(barrier: SharedView, pred: object = True, descs: Sequence[object] = ()) -> None:
     if descs:
         raise NotImplementedError("a tcgen05_commit to other blocks of a cluster")
     if pred:

@@ -308,11 +308,11 @@ def _sum(
     return jnp.sum(x, None if dims is None else tuple(dims), dtype=None if dtype is None else jax_dtype(dtype), keepdims=keepdim)
 
 
-def _cast(x: jax.Array, *, dtype: DTypeLike | None = None, **_: Any) -> jax.Array:
+def _cast(x: jax.Array, *, dtype: DTypeLike | None = None, **_: object) -> jax.Array:
     return x if dtype is None else x.astype(jax_dtype(dtype))
 
 
-def quotient(x: jax.Array, y: Any) -> jax.Array:
+def quotient(x: jax.Array, y: object) -> jax.Array:
     """Returns x / y; float32 is rounded to nearest, as in torch; below 2^-126 the result is 0."""
     dtype = jnp.result_type(x, y)
     if dtype != jnp.float32:
@@ -329,7 +329,7 @@ def quotient(x: jax.Array, y: Any) -> jax.Array:
 
 
 # Torch operators of launchers, in JAX. If an operator writes to a tensor, that is its first argument.
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+_FUNCTIONS: dict[object, Callable[..., object]] = {
     _aten.fill_.Scalar: lambda x, value: jnp.asarray(value),
     _aten.copy_.default: lambda x, value, non_blocking=False: value,
     _aten.clone.default: lambda x, memory_format=None: x,

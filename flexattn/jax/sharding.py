@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     split: frozenset[str]  # factors that devices may split without changing the result; all others are gathered first
 
 
-def partitioned(primitive: Primitive, layout_of: Callable[[Any, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., Any]:
+def partitioned(primitive: Primitive, layout_of: Callable[[object, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., object]:
     """Returns a call of the primitive that XLA may split over devices; layout_of: a function of a call and its arrays' shapes."""
 
     def run(*arrays: jax.Array, call: Call) -> Any:

@@ -408,11 +408,11 @@ class _Memo:
         if len(function.__dict__) != 1:  # MEMO
             return False
         for known, code, defaults, keywords in self.functions:
-            f = known or function
+            f: Any = known or function
             if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
                 return False
         for known, inner, args, keywords, size in self.partials:
-            p = known or function
+            p: Any = known or function
             if p.func is not inner or p.args is not args or p.keywords is not keywords or len(keywords) != size:
                 return False
         for cell, value in self.cells:

@@ -29,7 +29,7 @@ def is_same_gradient(explicit: Graph, derived: Graph, names: Mapping[str, str]) 
 
     names: the name in `derived` for each capture of `explicit`.
     """
-    result: Any = next(node.args[0] for node in derived.nodes if node.op == "output")[0]
+    result: object = next(node.args[0] for node in derived.nodes if node.op == "output")[0]
     if result is None:
         return False
     plain = with_output(explicit, output_of(explicit))
@@ -89,5 +89,5 @@ def softcap_of(score: Graph, captures: Sequence[Capture]) -> tuple[Graph, int, s
     return score, -1, ""
 
 
-def _is_call(x: Any, op: str) -> bool:
+def _is_call(x: object, op: str) -> bool:
     return isinstance(x, Node) and x.op == "call_function" and op_name(x) == op and not x.kwargs

@@ -133,7 +133,7 @@ class InferenceParams:
         self._new: list[int] = []
         self._device_states: dict[torch.device, _DeviceState] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_device_states": {}}  # derived from the numbers above
 
     def allocate_memory(self, layer_number: int, device: torch.device | str | None = None) -> None:
