@@ -282,8 +282,8 @@ def _set_family(implementation: str) -> None:
     os.environ["FLEXATTN_HOPPER"] = "always" if "sm_90" in implementation else "never"
 
 
-def _times(timed: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else int
+def _times(timed: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    wait: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_available() else int
 
     def turn(name: str) -> list[float]:
         _set_family(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from flexattn.emulator.context import program
 from flexattn.emulator.dtypes import DType, Layout
@@ -22,11 +21,11 @@ def _mma(
     b: SharedView,
     acc: TensorView,
     *,
-    use_acc: Any = True,
-    pred: Any = True,
+    use_acc: object = True,
+    pred: object = True,
     multicast: bool = False,
     mbarriers: Sequence[SharedView] | None = None,
-    mbarrier_preds: Sequence[Any] | None = None,
+    mbarrier_preds: Sequence[object] | None = None,
 ) -> None:
     if multicast:
         raise NotImplementedError("multicast of the commit of a tcgen05_mma")
@@ -45,7 +44,7 @@ def _commit(barrier: SharedView, pred: object = True, descs: Sequence[object] = 
         program().tcgen05_commit(barrier)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     "allocate_tensor_memory": _allocate,
     "tcgen05_mma": _mma,
     "tcgen05_commit": _commit,

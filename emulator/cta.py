@@ -63,8 +63,11 @@ class Cta(Scheduler):
     # Partitions
 
     def warp_specialize(
-        self, functions: Sequence[tuple[Callable[..., Any], Sequence[Any]]], warps: Sequence[int], registers: Sequence[int] | None
-    ) -> Any:
+        self,
+        functions: Sequence[tuple[Callable[..., object], Sequence[object]]],
+        warps: Sequence[int],
+        registers: Sequence[int] | None,
+    ) -> object:
         """Runs the default partition and its workers, and returns the result of the default partition."""
         if len(self.partitions) > 1:
             raise GluonError("warp_specialize entered a second time in one program")

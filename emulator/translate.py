@@ -38,7 +38,7 @@ class Function:
         self.names: list[str] = [parameter.name for parameter in self._jit.params]
         self.constexprs: set[str] = {parameter.name for parameter in self._jit.params if parameter.is_constexpr}
         self.defaults: set[str] = {parameter.name for parameter in self._jit.params if parameter.has_default}
-        self._python: Callable[..., Any] | None = None
+        self._python: Callable[..., object] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:

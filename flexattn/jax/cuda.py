@@ -359,7 +359,7 @@ def _compute(step: Op, memory: _Memory) -> None:
     if function is None:
         raise plans.PlanError(f"{step.func} has no counterpart in JAX; such a call does not run from JAX on a CUDA device")
 
-    def read(argument: Any) -> jax.Array:
+    def read(argument: object) -> jax.Array:
         if isinstance(argument, (list, tuple)) and not isinstance(argument, View):
             return [read(x) for x in argument]
         return memory.read(argument) if isinstance(argument, View) else argument

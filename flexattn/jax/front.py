@@ -435,7 +435,7 @@ class _Same(NamedTuple):
     place: int
     shape: tuple[int, ...]
 
-    def made(self, arrays: Sequence[jax.Array]) -> Any:
+    def made(self, arrays: Sequence[jax.Array]) -> object:
         """Returns the operand."""
         array = jnp.asarray(arrays[self.place])
         is_words = array.dtype == jnp.uint32  # words of a key, which is int64 [2] in torch
@@ -450,7 +450,7 @@ class _Lengths(NamedTuple):
     batch: int  # sequences and tokens of a dense format
     tokens: int
 
-    def made(self, arrays: Sequence[jax.Array]) -> Any:
+    def made(self, arrays: Sequence[jax.Array]) -> object:
         """Returns the operand, int32 [batch + 1]."""
         slots = jnp.full(self.batch, self.tokens, jnp.int32) if self.slots is None else jnp.diff(arrays[self.slots])
         lengths = slots if self.used is None else jnp.clip(arrays[self.used], 0, slots)

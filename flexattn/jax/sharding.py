@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     operands: list[Factors]
     results: list[Factors]
-    reductions: list[Callable[[Any, Any], Any] | None]  # over the devices of factors that a result lacks
+    reductions: list[Callable[[object, object], object] | None]  # over the devices of factors that a result lacks
     sizes: dict[str, int]  # sizes of key_head and in_group, and of batch if there is one
     split: frozenset[str]  # factors that devices may split without changing the result; all others are gathered first
 

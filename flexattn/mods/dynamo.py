@@ -107,7 +107,7 @@ class _Recording:
 
     def __init__(self, role: str, q: Tensor) -> None:
         self.q = q
-        self.nodes: list[tuple[Any, ...]] = []
+        self.nodes: list[tuple[object, ...]] = []
         self.tensors: list[Tensor] = []
         # On meta: if the mod computes from one of these without the recording, torch refuses the device.
         self.values = [
@@ -134,7 +134,7 @@ class _Recording:
         self.values.append(torch.zeros(result.shape, dtype=result.dtype, device="meta"))
         return self.values[-1]
 
-    def written(self, x: Any) -> tuple[Any, ...]:
+    def written(self, x: object) -> tuple[object, ...]:
         if isinstance(x, Tensor):
             position = _position(self.values, x)
             return ("tensor", self._capture(x)) if position < 0 else ("value", position)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -41,7 +40,7 @@ def _number(graph: Graph, names: Mapping[str, str], known: dict[Hashable, int]) 
     """Returns a number for the graph's output; two outputs have the same number if they compute the same."""
     numbers: dict[Node, int] = {}
 
-    def written(x: Any) -> Hashable:
+    def written(x: object) -> Hashable:
         if isinstance(x, Node):
             return ("node", numbers[x])
         if isinstance(x, (list, tuple)):

@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph()
         self.nodes: dict[int, Node] = {}
-        self.alive: list[Any] = []  # keeps results alive, so that no address is reused
+        self.alive: list[object] = []  # keeps results alive, so that no address is reused
         self.is_paused = False
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

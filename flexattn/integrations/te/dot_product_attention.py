@@ -474,7 +474,7 @@ def _length_arguments(
     return arguments
 
 
-def _attend(results: Results, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Tensor | None]:
+def _attend(results: Results, arguments: dict[str, object], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, Tensor | None]:
     """Returns out with merged heads, and max_logit in q's dtype, or None if it is not requested."""
     out, _, max_logit = attend(results, q, k, v, return_lse=False, **arguments)
     if isinstance(out, fp8.QuantizedTensor):

@@ -111,7 +111,7 @@ class InferenceParams:
         page_size: int | None = None,
         max_ctx_len: int | None = None,
         qkv_format: str = "bshd",
-        custom_cache_manager: Any = None,
+        custom_cache_manager: object = None,
     ) -> None:
         if custom_cache_manager is not None:
             raise NotImplementedError("custom_cache_manager is not supported; accepted: None, and is_paged to select the cache")

@@ -29,9 +29,9 @@ class GraphTensor:
 
     is_trace_state = True  # not a capture, although it is kept on a user's object between the callbacks
 
-    def __init__(self, value: Any, dim: Sequence[int] | None = None) -> None:
+    def __init__(self, value: object, dim: Sequence[int] | None = None) -> None:
         self.value = value
-        self.attributes: dict[str, Any] = {} if dim is None else {"dim": list(dim), "is_virtual": False}
+        self.attributes: dict[str, object] = {} if dim is None else {"dim": list(dim), "is_virtual": False}
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         verb, _, attribute = name.partition("_")
@@ -56,7 +56,7 @@ class ScoreGraph:
     like: a 0-d tensor of the trace, used to convert numbers to tensors.
     """
 
-    def __init__(self, indices: tuple[Tensor, ...], like: Any = None) -> None:
+    def __init__(self, indices: tuple[Tensor, ...], like: object = None) -> None:
         self._indices = indices
         self._like = like
 

@@ -228,7 +228,7 @@ def _by_value(t: Value) -> Value:
         return float(t.item())
 
 
-def _name(callback: Any) -> str:
+def _name(callback: object) -> str:
     while isinstance(callback, functools.partial):
         callback = callback.func
     return str(getattr(callback, "__qualname__", type(callback).__qualname__))

@@ -123,7 +123,7 @@ class Rows(NamedTuple):
         }
 
     @property
-    def padded_band(self) -> dict[str, Any]:
+    def padded_band(self) -> dict[str, object]:
         """Mask type and window for a call with lengths."""
         return self.band | {"attn_mask_type": name_of(self.kind)}
 
@@ -207,7 +207,7 @@ def _tokens(sides: Sequence[Pair], rows: Rows) -> tuple[Pair, Pair]:
     return (ids[0], ids[1]), (positions[0], positions[1])
 
 
-def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, Any]:
+def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, object]:
     """Returns arguments for all rows' sequences, packed one after another."""
     arguments = rows.padded_band | {"max_seqlen_q": rows.sizes[0], "max_seqlen_kv": rows.sizes[1]}
     for side, (lengths, offsets), size in zip(("q", "kv"), sides, rows.sizes, strict=True):
