@@ -67,9 +67,11 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
 
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(mock.patch.object(module, "launch", launch_emulated))
-            if hasattr(module, "num_processors"):
-                stack.enter_context(mock.patch.object(module, "num_processors", return_value=PROGRAMS))
+            launchers = [getattr(module, name).__globals__ for name in ("launch_forward", "launch_fused") if hasattr(module, name)]
+            for names in launchers or [vars(module)]:
+                stack.enter_context(mock.patch.dict(names, launch=launch_emulated))
+                if "num_processors" in names:
+                    stack.enter_context(mock.patch.dict(names, num_processors=lambda device: PROGRAMS))
         yield reports
 
 

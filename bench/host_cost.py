@@ -319,6 +319,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     """Returns the microseconds of each part of one call, the least of many rounds. The last entry is another call."""
     import flexattn
     from flexattn import call_cache
+    from flexattn.cached_call import CachedCall
     from flexattn.dispatch import options
     from flexattn.dispatch.replay import Recording
     from flexattn.kernels_triton.runtime import launch
@@ -339,7 +340,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     call_cache.look_up = original
     key, call = original(*seen[0])
     assert key is not None
-    assert call is not None
+    assert isinstance(call, CachedCall)
     recording, likeness = call.forwards.recording, call.likeness
     assert isinstance(recording, Recording)
     assert likeness is not None

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexattn.bench import charts, record, regret
+from flexattn.bench import charts, mma, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
+from flexattn.bench.model_tables import model_tables, without_times
 from flexattn.bench.peers import needs_dense_mask
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
@@ -35,7 +36,9 @@ from flexattn.bench.transformers_models import LARGE
 
 RESULTS = Path(__file__).parent / "results"
 MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
+OLDER = {"mma_sm_80_h200.json": "A100", "mma_sm_89_h200.json": "RTX 40, L4 and L40"}  # with the GPUs whose code they time
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
+PUBLISHED = "models_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 PLOTS = "plots"  # the folder beside the page
 
@@ -63,6 +66,8 @@ class Sources(NamedTuple):
     memory: Record
     decode: Mapping[str, Any]
     steps: Mapping[str, Any]
+    older: Mapping[str, Record]  # by file, as far as there are any
+    models: Record | None = None
 
 
 @functools.cache
@@ -70,7 +75,9 @@ def sources() -> Sources:
     """Reads the result files. Raises OSError outside of a checkout, because only a checkout has them."""
     main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
     decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
-    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps)
+    older = {name: record.read(RESULTS / name) for name in OLDER if (RESULTS / name).is_file()}
+    models = record.read(RESULTS / PUBLISHED) if (RESULTS / PUBLISHED).is_file() else None
+    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older, models)
 
 
 # ---- texts of the page and the README about a run
@@ -318,7 +325,8 @@ def _plain(text: str) -> str:
 
 def _sources(found: Sources) -> str:
     lines = []
-    for name, run in ((MAIN, found.main), (SECOND, found.second)):
+    published = {} if found.models is None else {PUBLISHED: found.models}
+    for name, run in ((MAIN, found.main), (SECOND, found.second), *found.older.items(), *published.items()):
         versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
         lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
@@ -351,6 +359,21 @@ def _ceiling(found: Sources) -> str:
     )
 
 
+def older_gpus(runs: Mapping[str, Record]) -> str:
+    """Returns a sentence and a table for each run of code for mma.sync."""
+    parts = (
+        f"{mma.claim(run)} This is code for {OLDER[name]}.\n\n{mma.table(run).markdown('workload')}" for name, run in runs.items()
+    )
+    return "\n\n".join(parts)
+
+
+def _models(found: Sources) -> str:
+    assert found.models is not None
+    counts, *cells = model_tables(found.models)
+    tables = [without_times(table).markdown("shape, speed", level=4) for table in cells]
+    return "\n\n".join([f"On an {found.models.device['name']}:", counts._replace(title="").markdown("shapes"), *tables])
+
+
 SWEEP_CORNER = "direction, head dim, mask"
 BLOCKS: dict[str, Callable[[Sources], str]] = {
     "the runs' cells": lambda s: f"{claim(s.main)}\n\n{_second(s)}",
@@ -362,6 +385,8 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
     "rates": lambda s: rates_table(s.main).markdown(SWEEP_CORNER),
     "workloads": lambda s: others_table(s.main).markdown("workload"),
     "slower": lambda s: slower_table(s.main).markdown("cell"),
+    "older GPUs": lambda found: older_gpus(found.older),
+    "models": _models,
     "host": lambda s: host_table(s.main).markdown("call"),
     "refused": lambda s: refused_table(s.main).markdown("implementation and reason"),
     "ceiling": _ceiling,
@@ -369,11 +394,17 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 }
 
 
+def needed_blocks(found: Sources) -> list[str]:
+    """Returns the names of the page's blocks. Runs that have no file yet have none."""
+    has_run = {"models": found.models, "older GPUs": found.older}
+    return [name for name in BLOCKS if has_run.get(name, True)]
+
+
 def performance(text: str, found: Sources) -> str:
     """Returns the page with each of its blocks replaced. Raises ValueError if a block is missing or unknown."""
-    names = re.findall(BLOCK, text)
-    if sorted(name for name, _ in names) != sorted(BLOCKS):
-        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(BLOCKS)}")
+    names, needed = re.findall(BLOCK, text), needed_blocks(found)
+    if sorted(name for name, _ in names) != sorted(needed):
+        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(needed)}")
     return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{BLOCKS[match[1]](found)}\n\n{END}", text)
 
 

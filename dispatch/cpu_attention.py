@@ -1,5 +1,7 @@
 """Attention on a CPU with torch's own fused operator, if it supports the call: dense, causal, with a bias, with grouped heads.
 
+A short call with another band passes the band as a mask, because the operator then takes a fraction of the time of the blocks.
+
 The operator stores no scores and uses all threads of torch. It is `aten::_scaled_dot_product_flash_attention_for_cpu`, which
 `torch.nn.functional.scaled_dot_product_attention` calls
 (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/attention.cpp). If a row sees no key, the operator's
@@ -16,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, Results, as_bshd, empty_outputs
+from flexattn.dispatch.neutral import keep
+from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, Results, as_bshd, empty_outputs
 
 # In fp32, weights recomputed from an lse of this size have a relative error of 4e-6. If an lse is larger, the eager backend
 # computes the weights without it.
 LARGEST_LSE = 64.0
+# Scores of one head up to which a band becomes a mask. With more, the eager backend's blocks gain by leaving out hidden keys.
+MOST_MASKED = 1 << 14
 
 _aten = torch.ops.aten
 _forward_op = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -43,7 +48,7 @@ def takes(spec: AttentionSpec, x: Operands) -> bool:
         return False
     if x.bias is not None and (spec.needs_bias_grad or x.bias.dtype is not torch.float32):
         return False
-    return _causal(spec, x) is not None
+    return _causal(spec, x) is not None or _is_short(spec, x)
 
 
 def _causal(spec: AttentionSpec, x: Operands) -> bool | None:
@@ -58,19 +63,48 @@ def _causal(spec: AttentionSpec, x: Operands) -> bool | None:
     return True if right == shift == 0 and x.bias is None else None
 
 
+def _is_short(spec: AttentionSpec, x: Operands) -> bool:
+    """Returns whether `_mask` can be the band of a call, which then has no bias and few scores, and whose rows each see a key."""
+    len_q, len_kv = x.q.shape[spec.q_format.index("s")], x.k.shape[spec.kv_format.index("s")]
+    left, right, bottom_right = spec.band
+    shift = len_kv - len_q if bottom_right else 0
+    see_first, see_last = right is None or shift + right >= 0, left is None or len_q - 1 + shift - left < len_kv
+    return x.bias is None and len_q * len_kv <= MOST_MASKED and see_first and see_last
+
+
+def _mask(spec: AttentionSpec, x: Operands) -> Tensor | None:
+    """Returns the mask that the operator adds to scaled scores, for a bias or a band. None: `_causal` has the band."""
+    if x.bias is not None:
+        bias = x.bias.detach()
+        return bias * x.softmax_scale if spec.bias_type == "pre_scale_bias" else bias
+    if _causal(spec, x) is not None:
+        return None
+    return _additive(x.q.shape[spec.q_format.index("s")], x.k.shape[spec.kv_format.index("s")], spec.band)
+
+
+@keep(256)
+def _additive(len_q: int, len_kv: int, band: Band) -> Tensor:
+    """Returns float32 [len_q, len_kv]: 0 for the keys that a query sees, and -inf for the others."""
+    left, right, bottom_right = band
+    distance = torch.arange(len_kv, device="cpu") - torch.arange(len_q, device="cpu").unsqueeze(1)
+    distance -= len_kv - len_q if bottom_right else 0
+    is_hidden = (distance < -(len_kv + len_q if left is None else left)) | (distance > (len_kv + len_q if right is None else right))
+    return torch.zeros(len_q, len_kv, device="cpu", dtype=torch.float32).masked_fill_(is_hidden, float("-inf"))
+
+
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns out, lse and max_logit as `empty_outputs` lays them out, or None if an element is not finite.
 
     spec, x: a call that `takes` accepts. The eager backend has rules for inputs that lead to elements that are not finite.
     """
-    mask = None if x.bias is None else _mask(spec, x.bias, x.softmax_scale)
+    mask = _mask(spec, x)
     with _without_autocast():
         bhsd, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_qkv(spec, x), 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
         )
         if not math.isfinite(bhsd.sum().item()):
             return None
-        if mask is not None and bool((lse == 0).any()):
+        if x.bias is not None and mask is not None and bool((lse == 0).any()):
             lse.masked_fill_(mask.isneginf().all(-1), float("-inf"))
     bshd = bhsd.transpose(1, 2)  # the operator's memory layout.
     if spec.q_format == "bshd" and spec.results == Results() and x.out is None:
@@ -82,16 +116,18 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] |
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients | None:
-    """Returns the gradients, or None if an lse is so large that the eager backend is more exact."""
+    """Returns the gradients, or None if an lse is so large that the eager backend is more exact, or a hidden key is not finite."""
     finite_lse = lse.masked_fill(lse.isneginf(), 0.0)
     if not bool(finite_lse.abs().amax() <= LARGEST_LSE):
         return None
     out, dout = (as_bshd(t, spec.q_format).transpose(1, 2) for t in (out, dout))
-    mask = None if x.bias is None else _mask(spec, x.bias, x.softmax_scale)
+    mask = _mask(spec, x)
     with torch.no_grad(), _without_autocast():
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, *_qkv(spec, x), out, finite_lse, 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
         )
+    if mask is not None and x.bias is None and not _are_finite(gradients):
+        return None
     formats = (spec.q_format, spec.kv_format, spec.kv_format)
     dq, dk, dv = (_contiguous(as_bshd(t.transpose(1, 2), fmt)) for t, fmt in zip(gradients, formats, strict=True))
     return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format), spec.out_dtype), None, None, None)
@@ -103,7 +139,7 @@ class KeptForward:
     def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """otherwise: computes the results from the same tensors if the operator cannot."""
         self.otherwise = otherwise
-        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
+        self.is_causal, self.mask, self.scale = bool(_causal(spec, x)), _mask(spec, x), x.softmax_scale
         formats = (spec.q_format, spec.kv_format, spec.kv_format)
         self.to_bhsd = [tuple(fmt.index(dim) for dim in "bhsd") for fmt in formats]
         self.from_bhsd = [tuple("bhsd".index(dim) for dim in fmt) for fmt in formats]
@@ -118,7 +154,7 @@ class KeptForward:
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns out, lse and None for max_logit. tensors: q, k, v, then only None."""
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
-        bhsd, lse = _forward_op(*qkv, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
+        bhsd, lse = _forward_op(*qkv, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale)
         if not math.isfinite(bhsd.sum().item()):
             return self.otherwise(tensors)
         return _contiguous(bhsd.permute(self.from_bhsd[0])), _contiguous(lse), None
@@ -134,7 +170,9 @@ class KeptBackward(KeptForward):
             return self.otherwise(tensors)
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
         out, dout = (t.permute(self.to_bhsd[0]) for t in (out, dout))
-        gradients = _backward_op(dout, *qkv, out, lse, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
+        gradients = _backward_op(dout, *qkv, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale)
+        if self.mask is not None and not _are_finite(gradients):
+            return self.otherwise(tensors)
         return *(_contiguous(t.permute(order)) for t, order in zip(gradients, self.from_bhsd, strict=True)), None, None
 
 
@@ -165,7 +203,6 @@ def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
     return tuple(bhsd)
 
 
-def _mask(spec: AttentionSpec, bias: Tensor, scale: float) -> Tensor:
-    """Returns the mask that the operator adds to scaled scores, for a bias."""
-    bias = bias.detach()
-    return bias * scale if spec.bias_type == "pre_scale_bias" else bias
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether all elements are finite. A hidden key that is not makes a product with a mask NaN."""
+    return all(math.isfinite(t.sum().item()) for t in tensors)

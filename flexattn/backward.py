@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
-from flexattn.call_cache import CONSTANTS, split_of
+from flexattn.cached_call import CachedCall
+from flexattn.call_cache import CONSTANTS, CallKey, split_of
 from flexattn.call_options import BackwardOptions, taking
 from flexattn.dispatch.spec import (
     FP32_GRADIENTS,
@@ -133,14 +134,16 @@ def differentiate(results: Results, given: Given, options: Mapping[str, Any], in
         _check_kinds(q, k, v)
     else:
         more = (*in_fp8.descales, in_fp8.descale_dout, in_fp8.dout16)
-    key, call = None, None
+    key: CallKey | None = None
+    call: CachedCall | None = None
     if not torch.compiler.is_compiling():
         split = split_of(tuple(options))
         values = [*CONSTANTS, split, q, k, v, *options.values()]
         kind = None if in_fp8 is None else (in_fp8.recipe, in_fp8.grad_dtype, in_fp8.is_part)
         others = ("backward", results, kind, *split.others(values))
         tensors = (*split.all_tensors(values), *more, out, lse, dout, dlse)
-        key, call = call_cache.look_up(tensors, others, split.window(values), split.mods_of(values))
+        key, kept = call_cache.look_up(tensors, others, split.window(values), split.mods_of(values))
+        call = kept if isinstance(kept, CachedCall) else None
     is_new = call is None
     if call is None:
         arguments = in_full(q, k, {**options, **_named(in_fp8), "return_lse": True})

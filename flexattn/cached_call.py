@@ -184,14 +184,28 @@ class Runs:
         return Runs(None, "new" if self.is_alone and self.stage != "settled" else self.stage, self.is_alone)
 
 
-class CachedCall:
+class KeptCall:
+    """A call that `call_cache` keeps: a `CachedCall`, or a call over ranks. Its key has everything that its checks depend on."""
+
+    is_checked = False  # True under FLEXATTN_CHECK=1
+    is_used = False  # found since the cache last looked for calls to drop
+    likeness: Likeness | None = None  # known from the second call on
+
+    def run(self, key: CallKey, returns_lse: bool) -> Any:
+        """Returns the results of a call with this key."""
+        raise NotImplementedError
+
+    def with_numbers(self, scale: float, softcap: float) -> KeptCall | None:
+        """Returns the call with another softmax_scale and softcap, or None if these need new checks."""
+        return None
+
+
+class CachedCall(KeptCall):
     """Everything that calls with one key share: the spec, the layout of their tensors, and a recording for each direction.
 
     The inputs of its forward are those of `layout`, then those of FP8's part. The inputs of its backward are the saved ones of
     both, then out, lse, dout and dlse.
     """
-
-    is_checked = False  # True under FLEXATTN_CHECK=1
 
     def __init__(
         self,
@@ -217,8 +231,6 @@ class CachedCall:
         self.launches_check = settings.has_floor and triton_backend.can_check_floor(x.q.device)
         self.looks_at_lse = settings.has_floor and not self.launches_check
         self.is_recordable = fp8 is None or fp8.can_be_recorded  # unless its backends cannot be recorded
-        self.is_used = False  # found since the cache last looked for calls to drop
-        self.likeness: Likeness | None = None  # known from the second call on
         self.forwards = Runs()
         self.backwards: OrderedDict[Hashable, Runs] = OrderedDict()
         # The backward that was replayed first, found again by its inputs' likeness and all else that is in its key.

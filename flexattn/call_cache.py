@@ -1,4 +1,4 @@
-"""Cache of calls: one look-up leads from the arguments of attention() to a `CachedCall` that runs them.
+"""Cache of calls: one look-up leads from the arguments of attention() to a `KeptCall` that runs them, here or over ranks.
 
 The checks, the spec and the choice of a backend read only parts of a call, and the key has all of them. These are each tensor's
 type, shape, strides, dtype, device, alignment and whether it requires a gradient. They are each other argument with its type, the
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flexattn import compat, ops
-from flexattn.cached_call import TENSOR_FIELDS, CachedCall, counts, lock
+from flexattn.cached_call import TENSOR_FIELDS, CachedCall, KeptCall, counts, lock
 from flexattn.call_options import ALIASES, DEFAULTS, NO_TENSORS, TENSOR_OPTIONS, Fp8Options, ModOptions, ReturnOptions
 from flexattn.dispatch import options
 from flexattn.dispatch.neutral import is_capturing, is_ordinary
@@ -44,10 +44,10 @@ _MOST_RECENT = 4  # calls in _recent that differ in their tensors alone
 
 # For each key without its numbers: the calls by their numbers (see `_split`).
 _Numbers = tuple[float | None, float | None, Any]  # softmax_scale, softcap and the bits of the floats that mods capture
-_calls: OrderedDict[Hashable, dict[_Numbers, CachedCall]] = OrderedDict()
+_calls: OrderedDict[Hashable, dict[_Numbers, KeptCall]] = OrderedDict()
 _size = 0  # calls in _calls
 # Calls that were found last, by the part of the key for all but tensors. A `Likeness` compares the tensors.
-_Recent = tuple[tuple[Likeness, Hashable, CachedCall], ...]
+_Recent = tuple[tuple[Likeness, Hashable, KeptCall], ...]
 _recent: dict[Hashable, _Recent] = {}
 # The entry of `_recent` that was used last, because a comparison takes less time than a hash.
 _latest: tuple[Hashable, _Recent] = None, ()
@@ -185,9 +185,9 @@ def cache_info() -> dict[str, int]:
 
 
 def kept_calls() -> list[CachedCall]:
-    """Returns all calls in the cache."""
+    """Returns all calls in the cache, except those over ranks."""
     with lock:
-        return [call for siblings in _calls.values() for call in siblings.values()]
+        return [call for siblings in _calls.values() for call in siblings.values() if isinstance(call, CachedCall)]
 
 
 def clear_cache() -> None:
@@ -211,7 +211,7 @@ def look_up(
     others: tuple[Any, ...],
     window_size: Any,
     mods: tuple[Any, Any, Any, Any] | None,
-) -> tuple[CallKey | None, CachedCall | None]:
+) -> tuple[CallKey | None, KeptCall | None]:
     """Returns the key of a call, or None if it has none, and the call that was kept with it, if any.
 
     tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and those of FP8 or of a backward.
@@ -261,7 +261,7 @@ def look_up(
 
 def _look_up_all(
     rest: tuple[Any, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
-) -> tuple[CallKey | None, CachedCall | None]:
+) -> tuple[CallKey | None, KeptCall | None]:
     """`look_up` among all calls, by the whole key. rest: its part for all but tensors."""
     global _latest
     rest_without, numbers = _split(rest)
@@ -332,17 +332,16 @@ def _split(rest: tuple[Any, ...]) -> tuple[Hashable, _Numbers]:
     return (kinds, counts, others, state, window, mod_parts), (scale, softcap, values)
 
 
-def _with_other_numbers(kind: Hashable, numbers: _Numbers, siblings: dict[_Numbers, CachedCall]) -> CachedCall | None:
+def _with_other_numbers(kind: Hashable, numbers: _Numbers, siblings: dict[_Numbers, KeptCall]) -> KeptCall | None:
     """Returns a call, kept from now on, made of one that differs only in softmax_scale and softcap; None without one."""
     scale, softcap, values = numbers
     if scale is None or softcap is None:
         return None
     with lock:
         other = next((call for (*_, x), call in reversed(siblings.items()) if x == values), None)
-    if other is None:
-        return None
-    made = other.with_numbers(scale, softcap)
-    _keep(kind, numbers, made)
+    made = None if other is None else other.with_numbers(scale, softcap)
+    if made is not None:
+        _keep(kind, numbers, made)
     return made
 
 
@@ -358,7 +357,7 @@ def new_call(
     kind, numbers = key.parts
     siblings = _calls.get(kind, {})
     kept = siblings.get(numbers) if is_checked else None
-    if kept is not None:
+    if isinstance(kept, CachedCall):
         kept.is_used = True
         counts["hits"] += 1
         return kept
@@ -390,12 +389,12 @@ def new_call(
     made = cls(x, settings, names, sources, fp8)
     with lock:
         latest = next(reversed(siblings.values()), None)
-    if latest is not None and latest.differs_in_numbers_alone(made):
+    if isinstance(latest, CachedCall) and latest.differs_in_numbers_alone(made):
         made.take_recordings(latest)
     return made
 
 
-def remember(key: CallKey, call: CachedCall) -> None:
+def remember(key: CallKey, call: KeptCall) -> None:
     """Adds a call that ran without an error to the cache."""
     kind: Any
     kind, numbers = key.parts
@@ -412,7 +411,7 @@ def has_tensor_numbers(key: CallKey) -> bool:
     return any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ())))
 
 
-def _keep(kind: Hashable, numbers: _Numbers, call: CachedCall) -> None:
+def _keep(kind: Hashable, numbers: _Numbers, call: KeptCall) -> None:
     global _size
     with lock:
         counts["misses"] += 1

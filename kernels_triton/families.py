@@ -17,11 +17,14 @@ from flexattn.kernels_triton.common.crossovers import Facts, Rule
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
-from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, SPLIT_PROGRAMS
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
 _NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
+
+MMA_HAS_RUN = False
+"""Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
 
 
 def _hopper(name: str) -> Any:
@@ -115,7 +118,17 @@ def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str 
 
 
 # Families that run bands that do not contain their diagonal
-_EMULATED = ("mma.sync", "mma.sync fused", "sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
+_EMULATED = (
+    "mma.sync",
+    "mma.sync fused",
+    "mma.sync two-kernel",
+    "sm_90",
+    "sm_90 fused",
+    "sm_90 fused 192",
+    "sm_90 two-kernel",
+    "sm_100",
+    "sm_100 fused",
+)
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:
@@ -215,9 +228,10 @@ PORTABLE_BACKWARD = Family[Backward](
 )
 
 
-def _gluon_splits(kernels: Any, call: Forward, tile: Any) -> Splits:
-    group = _gluon("conditions").heads_of_a_tile(call.problem, tile)
-    return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
+def _gluon_splits(call: Forward, tile: Any, programs: int = 1) -> Splits:
+    conditions = _gluon("conditions")
+    group = conditions.heads_of_a_tile(call.problem, tile)
+    return splits_of(call.problem, *conditions.tiles_and_room(call.problem, tile, group, programs))
 
 
 HOPPER_FORWARD = Family[Forward](
@@ -227,7 +241,7 @@ HOPPER_FORWARD = Family[Forward](
     tile=lambda call: _hopper("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=lambda call, tile: _gluon_splits(_hopper("forward"), call, tile),
+    splits=_gluon_splits,
     facts=lambda call: _hopper("conditions").forward_facts(call.problem),
     capabilities=frozenset((90,)),
 )
@@ -240,7 +254,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
     tile=lambda call: _hopper("conditions").wide_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
-    splits=lambda call, tile: _gluon_splits(_hopper("wide_forward"), call, tile),
+    splits=_gluon_splits,
     capabilities=frozenset((90,)),
 )
 
@@ -302,7 +316,7 @@ BLACKWELL_FORWARD = Family[Forward](
     tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=lambda call, tile: _gluon_splits(_blackwell("forward"), call, tile),
+    splits=_gluon_splits,
     capabilities=frozenset((100,)),
     has_run=False,
 )
@@ -315,9 +329,9 @@ MMA_FORWARD = Family[Forward](
     tile=lambda call: _mma("tiles").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=lambda call, tile: _gluon_splits(_mma("forward"), call, tile),
+    splits=lambda call, tile: _gluon_splits(call, tile, SPLIT_PROGRAMS),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=False,
+    has_run=MMA_HAS_RUN,
 )
 
 
@@ -414,7 +428,20 @@ MMA_FUSED = Family[Backward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=False,
+    has_run=MMA_HAS_RUN,
+)
+
+MMA_TWO_KERNELS = Family[Backward](
+    name="mma.sync two-kernel",
+    direction="backward",
+    unsupported=lambda call: _mma("conditions").two_kernels_unsupported(call),
+    tile=lambda call: (_mma("tiles").dq_tile(call.problem), _mma("tiles").backward_tile(call.problem)),
+    blocks=lambda tiles: (
+        f"dq {_blocks(tiles[0].block_m, tiles[0].block_n)}, dk and dv {_blocks(tiles[1].block_m, tiles[1].block_n)}"
+    ),
+    run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
+    capabilities=frozenset((80, 86, 89, 120)),
+    has_run=MMA_HAS_RUN,
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
@@ -456,7 +483,6 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
     tile=lambda call: _hopper("fp8_backward").tile_of(call.problem),
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
-    # Faster than the 16-bit kernels, even without the time for a dequantisation (bench/results/fp8_kernels_h200.json)
     rules="sm_90 two-kernel",
     capabilities=frozenset((90,)),
 )
@@ -495,7 +521,7 @@ FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
-    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, PORTABLE_BACKWARD),
+    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, MMA_TWO_KERNELS, PORTABLE_BACKWARD),
     True: (
         HOPPER_FP8_FUSED,
         HOPPER_FP8_TWO_KERNELS,

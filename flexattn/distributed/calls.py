@@ -74,6 +74,11 @@ class Shared(NamedTuple):
     descales: tuple[Tensor, ...] = ()  # for q, k and v in FP8, and for dout: [b | 1, h | 1, blocks | 1] in full
     mod_tensors: tuple[Tensor, ...] = ()
 
+    @property
+    def has_sums(self) -> bool:
+        """Returns whether calls add their gradients of bias or of the mods' tensors to common sums."""
+        return any(t is not None and t.requires_grad for t in (self.bias, *self.mod_tensors))
+
     def zeros(self) -> list[Tensor | None]:
         """Returns zeros for the gradients of bias and of the mods' tensors. None if a tensor needs no gradient."""
         return [
@@ -94,19 +99,8 @@ class Call(NamedTuple):
     rows: Run  # from the first query of a piece to the last, or all rows of q
     keys: Run
     runs: Runs  # rows of q that the pieces cover
+    arguments: dict[str, Any]  # the arguments of `attention` that say which keys a query sees
     is_own: bool = False  # whether its keys are rows of this rank's tensors, not of the fetched ones
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `attention` that say which keys a query sees."""
-        is_packed = self.packing is not None
-        return {
-            "qkv_format": "thd" if is_packed else "bshd",
-            "attn_mask_type": "padding" if is_packed else "no_mask",
-            "window_size": self.band.window_size,
-            "bottom_right_diagonal": self.band.bottom_right,
-            **(self.packing or {}),
-        }
 
 
 class Part(NamedTuple):
@@ -198,6 +192,12 @@ def _call(
     values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
     sides = {"q": [piece.rows for piece in pieces], "kv": [piece.keys for piece in pieces]}
     hull_rows: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
+    hull_rows["arguments"] = {
+        "qkv_format": "thd" if is_packed else "bshd",
+        "attn_mask_type": "padding" if is_packed else "no_mask",
+        "window_size": band.window_size,
+        "bottom_right_diagonal": band.bottom_right,
+    }
     if not is_packed:
         origins = {name: torch.tensor(column[0], dtype=torch.int32, device="cpu").to(device) for name, column in values.items()}
         return Call(
@@ -221,6 +221,7 @@ def _call(
         packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
     origins = {name: tensor(column) for name, column in values.items()}
     origin = Origin(origins["document"], origins["q_start"], origins["kv_start"], origins["diagonal"])
+    hull_rows["arguments"] |= packing
     return Call(pieces, band, origin, packing, by_eights, blocks, **hull_rows)
 
 
@@ -237,35 +238,32 @@ def lse_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[str, Any]:
-    """Returns the arguments of `attention` besides q, k and v, without a sink. q: queries of the call."""
+    """Returns the arguments of `attention` besides q, k and v, without a sink. q: queries of the call.
+
+    Arguments that have their defaults are left out, because each of them costs a call time.
+    """
+    arguments, bias = {**scores.common, **call.arguments}, shared.bias
+    if bias is not None:
+        arguments |= {"bias_type": scores.bias_type, "bias": bias[bias_index(bias, call.pieces[0], scores.has_own_rows)]}
+    if shared.rng_state is not None:
+        arguments["rng_state"] = rng_state_of(shared.rng_state, call.origin, q.shape[0], scores.heads, call.by_eights)
+    if scores.score_mod is None and scores.mask_mod is None and shared.alibi_slopes is None:
+        return arguments
     origin, slopes = call.origin, shared.alibi_slopes
     score_mod = moved_mod(scores.score_mod, 1, origin)
-    bias_type, bias = scores.bias_type, shared.bias
     if slopes is not None and slopes.dim() == 2 and origin.document is not None:
         slopes = slopes.index_select(0, origin.document)
     if slopes is not None and not call.band.is_exact:
-        score_mod, slopes, bias_type = with_alibi(score_mod, slopes, origin), None, "no_bias"
-    if bias is not None:
-        bias = bias[bias_index(bias, call.pieces[0], scores.has_own_rows)]
+        score_mod, slopes = with_alibi(score_mod, slopes, origin), None
+    if slopes is not None:
+        arguments |= {"bias_type": scores.bias_type, "alibi_slopes": slopes}
     mask_mod, first = moved_mod(scores.mask_mod, 0, origin), scores.heads[0]
     block_mask = None
     if call.blocks is not None and mask_mod is not None:
         block_mask = call.blocks.block_mask(mask_mod, Run(first, first + q.shape[-2]))
         mask_mod = None
-    return {
-        **scores.common,
-        **call.arguments,
-        "score_mod": score_mod,
-        "mask_mod": mask_mod,
-        "block_mask": block_mask,
-        "score_mod_tensors": scores.mod_tensors(shared.mod_tensors),
-        "bias_type": bias_type,
-        "bias": bias,
-        "alibi_slopes": slopes,
-        "rng_state": None
-        if shared.rng_state is None
-        else rng_state_of(shared.rng_state, call.origin, q.shape[0], scores.heads, call.by_eights),
-    }
+    mods = {"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
+    return arguments | mods | {"score_mod_tensors": scores.mod_tensors(shared.mod_tensors)}
 
 
 def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...]:
@@ -275,9 +273,15 @@ def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...
     return (..., *(slice(None) if bias.shape[dim] == 1 else slice(start, start + size) for start, size, dim in starts))
 
 
-def attend(
-    call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None, is_partial: bool = False
-) -> tuple[Tensor, Tensor]:
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+COMPLETE, PARTIAL = SpecResults(), SpecResults(fp32_out=True)
+
+
+def attend(call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None, is_partial: bool = False) -> Results:
     """Returns out and lse of a call's rows. sink: softmax_offset of all heads, only for the part that includes it.
 
     is_partial: whether out will be merged with others. It is then float32, except with FP8 or cuDNN.
@@ -290,20 +294,17 @@ def attend(
         }
     if sink is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
+    arguments["return_lse"] = True
+    if scores.peaks is not None:
+        arguments["return_max_logit"] = True
     in_fp32 = is_partial and scores.fp8_call is None and scores.gives_fp32
-    has_peaks = scores.peaks is not None
-    out, lse, max_logit = in_layout.attend(SpecResults(fp32_out=in_fp32), *part, **arguments, return_max_logit=has_peaks)
+    out, lse, max_logit = in_layout.attend_with(PARTIAL if in_fp32 else COMPLETE, *part, arguments)
     assert lse is not None
     if scores.peaks is None or max_logit is None:
-        return out, lse
+        return Results(out, lse)
     head_peaks = scores.peaks[scores.heads[0] : scores.heads[0] + max_logit.shape[0]]
     torch.maximum(head_peaks, max_logit, out=head_peaks)
-    return out, lse
-
-
-class Results(NamedTuple):
-    out: Tensor
-    lse: Tensor
+    return Results(out, lse)
 
 
 class Seeds(NamedTuple):
@@ -462,21 +463,18 @@ class Calls(NamedTuple):
 
     longest_first: tuple[Call, ...]
     left: Runs  # rows of q without a call
+    beside: tuple[bool, ...]  # for each call, whether it runs on the side lane
     whole: int | None  # A call on the main lane with all rows of q. The other calls write their rows into its results.
 
     @classmethod
     def of(cls, calls: Sequence[Call], rows: int) -> Calls:
         longest = sorted(calls, key=lambda call: -sum(piece.rows.size * piece.keys.size for piece in call.pieces))
         left = tuple(without((Run(0, rows),), (run for call in calls for run in call.runs)))
-        result = cls(tuple(longest), left, None)
-        have_all = (n for n, call in enumerate(longest) if call.rows == Run(0, rows) and not result.is_beside(n))
-        return result._replace(whole=next(have_all, None))
-
-    def is_beside(self, number: int) -> bool:
-        """Returns whether a call runs on the side lane: calls that fetch keys, or else all calls but the longest."""
-        if any(call.is_own for call in self.longest_first):
-            return not self.longest_first[number].is_own
-        return number > 0
+        # The side lane runs the calls that fetch keys. If all calls do, it runs all calls but the longest.
+        has_own = any(call.is_own for call in longest)
+        beside = tuple(not call.is_own if has_own else n > 0 for n, call in enumerate(longest))
+        have_all = (n for n, call in enumerate(longest) if call.rows == Run(0, rows) and not beside[n])
+        return cls(tuple(longest), left, beside, next(have_all, None))
 
     def write(self, whole: Tensor, parts: Sequence[Tensor]) -> None:
         """Copies each call's rows of `parts` to `whole`, except for a part that is `whole` itself. See `self.whole`."""
@@ -508,9 +506,9 @@ def attend_all(
     is_packed = part.q.dim() == 3
     lanes.fork()
     outputs: list[Results] = []
-    for i, call in enumerate(calls.longest_first):
-        with lanes.side() if calls.is_beside(i) else contextlib.nullcontext():
-            outputs.append(Results(*attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink)))
+    for call, is_beside in zip(calls.longest_first, calls.beside, strict=True):
+        with lanes.side() if is_beside else contextlib.nullcontext():
+            outputs.append(attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink))
     if into is not None:
         results = into
     elif calls.whole is not None:
@@ -572,7 +570,7 @@ def differentiate_all(
     lanes.fork()
     gradients: list[Gradients] = []
     for i, call in enumerate(calls.longest_first):
-        with lanes.side() if calls.is_beside(i) else contextlib.nullcontext():
+        with lanes.side() if calls.beside[i] else contextlib.nullcontext():
             gradients.append(differentiate(call, part_of(call, part, own), results, seeds, context, shared_sums, fp32[i]))
     lanes.meet()
     dense = [[tokens_first(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in gradients]

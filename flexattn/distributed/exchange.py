@@ -47,16 +47,8 @@ class SendReceiveLists(NamedTuple):
     held_sends: tuple[Runs, ...] | None  # The rows of `sends` among those held. None if some are not held.
     by_runs: bool  # Whether each run has a message of its own. Equal on all ranks.
     is_whole: bool  # Whether all ranks need all rows and have equally many. Equal on all ranks.
+    is_local: bool  # whether the held rows are this rank's tensor, unchanged
     symmetric: SymmetricFetch | None  # The same exchange through symmetric memory. None for many ranks.
-
-    @property
-    def is_local(self) -> bool:
-        """Returns whether the held rows are this rank's tensor, unchanged."""
-        return self.own == ((Run(0, self.rows), Run(0, self.held)),)
-
-    @property
-    def is_alone(self) -> bool:
-        return len(self.sends) == 1
 
 
 # limits of messages for single runs, within one host: each message takes the host several microseconds
@@ -80,7 +72,9 @@ def make_send_receive_lists(kv_runs: Sequence[Runs], wanted: Sequence[Runs], hel
     is_whole = len(set(sizes)) == 1 and sizes[0] > 0 and all(size_of(runs) == sum(sizes) for runs in wanted)
     by_runs = _fits_messages(kv_runs, wanted)
     symmetric = make_symmetric_fetch(kv_runs, wanted, held, rank) if 1 < len(kv_runs) <= peer_memory.MOST_RANKS else None
-    return SendReceiveLists(sends, receives, own_pairs, held_rows, gaps, size_of(own), held_sends, by_runs, is_whole, symmetric)
+    rows = size_of(own)
+    is_local = own_pairs == ((Run(0, rows), Run(0, held_rows)),)
+    return SendReceiveLists(sends, receives, own_pairs, held_rows, gaps, rows, held_sends, by_runs, is_whole, is_local, symmetric)
 
 
 def _sends_among_held(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple[Runs, ...] | None:
@@ -162,8 +156,12 @@ class PendingReceive(NamedTuple):
         return self.received
 
 
-def begin_fetch(tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> tuple[tuple[Tensor, ...], PendingReceive | None]:
+def begin_fetch(
+    tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any, is_near: bool
+) -> tuple[tuple[Tensor, ...], PendingReceive | None]:
     """Starts to fetch the rows [held, ...] that this rank needs from all ranks' tensors [rows, ...].
+
+    is_near: whether ranks use symmetric memory (`peer_memory.are_near`).
 
     Returns tensors that contain this rank's own rows, and an object for `finish_fetch` to wait for. None with a single rank.
     """
@@ -171,11 +169,12 @@ def begin_fetch(tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any) 
         rooms = tuple(x.contiguous() for x in tensors)
     else:
         rooms = tuple(x.new_empty((lists.held, *x.shape[1:])) for x in tensors)
-    if lists.symmetric is not None and _fetch_symmetric(tensors, rooms, lists, group):
+    if is_near and lists.symmetric is not None and _fetch_symmetric(tensors, rooms, lists, group):
         return rooms, None
-    if lists.is_alone or not lists.by_runs:
+    is_alone = len(lists.sends) == 1
+    if is_alone or not lists.by_runs:
         _copy_own_rows(tensors, rooms, lists)
-        return rooms, None if lists.is_alone else _exchange_packed(tensors, lists, group)
+        return rooms, None if is_alone else _exchange_packed(tensors, lists, group)
     places = lists.held_sends
     if places is None or all(x.is_contiguous() for x in tensors):
         pending = _exchange_runs([x.contiguous() for x in tensors], rooms, (lists.sends, lists.receives), group, KEYS)
@@ -215,10 +214,11 @@ def _fetch_symmetric(tensors: Sequence[Tensor], rooms: Sequence[Tensor], lists: 
 
 
 def _copy_own_rows(tensors: Sequence[Tensor], rooms: Sequence[Tensor], lists: SendReceiveLists) -> None:
-    pairs = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
-    own = () if lists.is_local else lists.own
-    copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in pairs for rows, places in own])
-    _clear_gaps(rooms, lists)
+    if not lists.is_local:
+        pairs = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
+        copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in pairs for rows, places in lists.own])
+    if lists.gaps:
+        _clear_gaps(rooms, lists)
 
 
 def _clear_gaps(rooms: Sequence[Tensor], lists: SendReceiveLists) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.neutral import is_capturing
+from flexattn.dispatch.options import snapshot
 from flexattn.distributed import exchange, peer_memory, slices
 from flexattn.distributed.calls import (
     Calls,
@@ -56,11 +58,7 @@ class _RankWork(NamedTuple):
     calls: Calls
     reduce_scatter: ReduceScatter
     adds: tuple[bool, ...]  # for each call, whether other calls or ranks add to the gradients of its keys
-
-    @property
-    def has_own(self) -> bool:
-        """Returns whether some calls need no data of other ranks."""
-        return any(call.is_own for call in self.calls.longest_first)
+    has_own: bool  # whether some calls need no data of other ranks
 
 
 @functools.lru_cache(32)
@@ -104,7 +102,7 @@ def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device:
     reduce_scatter = make_reduce_scatter(
         lists, LocalGradients(calls=len(addends), whole=next(have_all, None), held=held_addends, own=own_addends)
     )
-    return _RankWork(lists, calls, reduce_scatter, _adds(plan, calls, held))
+    return _RankWork(lists, calls, reduce_scatter, _adds(plan, calls, held), bool(own_pieces))
 
 
 def _lies_in_one_run(keys: Runs, own: Runs) -> bool:
@@ -134,12 +132,39 @@ def _slices(plan: Plan, strategy: str, sizes: tuple[int, ...], is_near: bool, en
     return slices.key_slices(heads, heads_kv, load, ends)
 
 
+class _Fetches(NamedTuple):
+    """The fetches of one direction: the slices in which keys come, and the work between them."""
+
+    slices: list[slices.Slice]
+    work: _RankWork
+    is_near: bool  # whether ranks use symmetric memory
+
+
 class Gather(NamedTuple):
-    """Strategy that fetches keys. `strategy` is "gather" or "halo"."""
+    """Strategy that fetches keys. `strategy` is "gather" or "halo".
+
+    kept: the fetches by direction and environment, because all tensors of one call, and of the calls kept with it, are alike.
+    """
 
     plan: Plan
     strategy: str
     scores: Scores
+    kept: dict[Hashable, _Fetches]
+
+    def fetches(self, qkv: tuple[Tensor, Tensor, Tensor], has_slopes: bool, ends: int) -> _Fetches:
+        """Returns the fetches for tensors like these. ends: number of small slices, see `key_slices`."""
+        q, k, v = qkv
+        key, may_keep = (ends, snapshot()), not is_capturing(q.device)  # `tables` notes the tables that a CUDA graph reads
+        if may_keep and (known := self.kept.get(key)) is not None:
+            return known
+        batch = 1 if self.plan.is_packed else k.shape[0]
+        is_near = peer_memory.are_near(self.plan.group, q.device)
+        sizes = batch, q.shape[-2], k.shape[-2], k.shape[-1] + v.shape[-1], k.element_size()
+        parts = _slices(self.plan, self.strategy, sizes, is_near, ends)
+        fetches = _Fetches(parts, _work(self.plan, self.strategy, has_slopes, len(parts) == 1, q.device), is_near)
+        if may_keep:
+            self.kept[key] = fetches
+        return fetches
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors that a backward needs besides results: the inputs, because it fetches keys again."""
@@ -241,21 +266,17 @@ class _SliceFetcher:
 
     def __init__(self, call: Gather, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared, ends: int) -> None:
         self.group, self.packed, (self.q, self.k, self.v) = call.plan.group, call.plan.is_packed, qkv
-        batch, dims = 1 if self.packed else self.k.shape[0], self.k.shape[-1] + self.v.shape[-1]
-        is_near = peer_memory.are_near(self.group, self.q.device)
-        sizes = batch, self.q.shape[-2], self.k.shape[-2], dims, self.k.element_size()
-        self.slices = _slices(call.plan, call.strategy, sizes, is_near, ends)
+        self.slices, work, self.is_near = call.fetches(qkv, shared.alibi_slopes is not None, ends)
         whole, is_one = (call.scores, shared), len(self.slices) == 1
-        work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, is_one, self.q.device)
         self.work, self.calls, self.lists = work, work.calls, work.lists
         self.own = Part(self.q, self.k, self.v) if work.has_own else None  # inputs of calls that need no data of other ranks
         # Kept until the end, because calls on other lanes read them.
-        self.contexts = [whole if is_one else for_heads(*whole, q_heads, self.q.device) for q_heads, _ in self.slices]
+        self.contexts = [whole] if is_one else [for_heads(*whole, q_heads, self.q.device) for q_heads, _ in self.slices]
         # tensors that all calls write to
-        has_sums = call.scores.peaks is not None or any(total is not None for total in shared.zeros())
-        pulls = is_near and ends == 2  # sums of own gradients overlap with it
+        has_sums = call.scores.peaks is not None or shared.has_sums
+        pulls = self.is_near and ends == 2  # sums of own gradients overlap with it
         self.lanes = Lanes(self.q.device, are_apart=not has_sums and (len(work.calls.longest_first) > 1 or not is_one or pulls))
-        self._are_own_first = work.has_own and not is_near
+        self._are_own_first = work.has_own and not self.is_near
         self.lanes.is_last = self._are_own_first  # Fetch on the lane of the calls that need the keys, before all other calls.
         self.next_fetch = self._begin(0)
 
@@ -266,9 +287,8 @@ class _SliceFetcher:
     def _begin(self, i: int) -> tuple[tuple[Tensor, ...], exchange.PendingReceive | None]:
         heads = slice(*self.slices[i].kv)
         with self._lane():
-            return exchange.begin_fetch(
-                [tokens_first(t, self.packed)[..., heads, :] for t in (self.k, self.v)], self.lists, self.group
-            )
+            tensors = [tokens_first(t, self.packed)[..., heads, :] for t in (self.k, self.v)]
+            return exchange.begin_fetch(tensors, self.lists, self.group, self.is_near)
 
     def next(self, i: int) -> Part:
         """Returns the queries and keys of slice i, and starts to fetch the next one. Call it for each slice in order."""
@@ -277,5 +297,6 @@ class _SliceFetcher:
         if i + 1 < len(self.slices):
             self.next_fetch = self._begin(i + 1)
         with self._lane():
-            k, v = (tokens_first(t, self.packed) for t in exchange.finish_fetch(fetch, self.lists, self.group))
-        return Part(self.q if len(self.slices) == 1 else self.q[..., slice(*self.slices[i].q), :], k, v)
+            k, v = exchange.finish_fetch(fetch, self.lists, self.group)
+        q = self.q if len(self.slices) == 1 else self.q[..., slice(*self.slices[i].q), :]
+        return Part(q, tokens_first(k, self.packed), tokens_first(v, self.packed))

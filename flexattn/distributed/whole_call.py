@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, validation
-from flexattn.call_cache import CONSTANTS, split_of
+from flexattn.cached_call import TENSOR_FIELDS, KeptCall
+from flexattn.call_cache import CONSTANTS, CallKey, split_of
 from flexattn.call_options import BOTH_SIDES, DEFAULTS, CacheOptions, CommonOptions, LengthOptions, ReturnOptions
 from flexattn.dispatch.options import check_values, requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
@@ -71,12 +72,11 @@ class Strategy(Protocol):
 class CheckedCall:
     """A call of `attention` after its checks."""
 
-    given: tuple[str, ...] = ()  # names of a kept call's shared tensors
-
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
-        self.qkv_format, self.return_lse, self.scores = "bshd", False, Scores()
+        self.qkv_format, self.return_lse, self.scores, self.needs_grad = "bshd", False, Scores(), True
         self.plan_facts: dict[str, Any] = {}  # facts from the plan and the shapes, equal on all ranks
+        self.is_ordinary = False  # whether the call comes from the cache, whose calls no mode sees and whose tensors are plain
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
@@ -148,9 +148,9 @@ class CheckedCall:
         elif chosen == "ulysses":
             runner = Ulysses(plan, scores, heads.q, heads.kv)
         else:
-            runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores)
+            runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores, {})
         call = cls(runner, plan, (q, k, v), shared)
-        call.qkv_format, call.return_lse, call.scores = fmt, wanted["return_lse"], scores
+        call.qkv_format, call.return_lse, call.scores, call.needs_grad = fmt, wanted["return_lse"], scores, needs_grad
         call.plan_facts = {
             "plan": plan.digest,
             "strategy": chosen,
@@ -160,28 +160,16 @@ class CheckedCall:
         }
         return call
 
-    def kept(self, options: Mapping[str, Any]) -> CheckedCall | None:
-        """Returns this call without its arguments' tensors, for `again`; None if the call has more of its own than tensors."""
+    def kept(self, plan: Plan, key: CallKey) -> KeptRanks | None:
+        """Returns what calls with this key share; None if the call has more of its own than tensors. plan: the argument."""
         scores, blocks = self.scores, self.plan.mask.blocks
-        more: tuple[Any, ...] = (scores.score_mod, scores.mask_mod, scores.fp8_call, scores.peaks, blocks)
+        more: tuple[object, ...] = (scores.score_mod, scores.mask_mod, scores.fp8_call, scores.peaks, blocks)
         if any(part is not None for part in more) or any(self.shared[-2:]):
             return None
-        kept = copy.copy(self)
-        kept.given = tuple(name for name in _SHARED if getattr(self.shared, name) is not None)
-        if any(getattr(self.shared, name) is not options.get(name) for name in kept.given):
+        given = {name: TENSOR_FIELDS.index(name) for name in _SHARED if getattr(self.shared, name) is not None}
+        if any(place >= key.num_arguments or getattr(self.shared, name) is not key.tensors[place] for name, place in given.items()):
             return None  # made for this call, such as default slopes
-        nothing: Any = dict.fromkeys(kept.given)
-        kept.qkv, kept.shared = (None, None, None), self.shared._replace(**nothing)  # type: ignore[assignment]
-        return kept
-
-    def again(self, qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]) -> CheckedCall:
-        """Returns the call of other tensors that are like those of this kept call."""
-        call = copy.copy(self)
-        q, k, v = qkv if self.qkv_format in ("bshd", "thd") else (as_bshd(t, self.qkv_format) for t in qkv)
-        call.qkv = q, k, v
-        if self.given:
-            call.shared = self.shared._replace(**{name: options[name] for name in self.given})
-        return call
+        return KeptRanks(self, plan, given)
 
     def inputs(self) -> tuple[Tensor | None, ...]:
         *shared, descales, mod_tensors = self.shared
@@ -213,10 +201,16 @@ class CheckedCall:
         if self.scores.common["dropout_p"] > 0 and self.shared.rng_state is None:
             state = exchange.from_first_rank(new_rng_state(self.qkv[0].device), self.plan.group)
             self.shared = self.shared._replace(rng_state=state)
-        inputs = [None if t is None else t.resolve_neg() for t in self.inputs()]  # a collective sends memory as it is
-        with torch.autocast(self.qkv[0].device.type, enabled=False):
-            out, lse, _ = _Attend.apply(self.runner, self.plan, *inputs)  # type: ignore[no-untyped-call]
-        whole: Any = from_bshd(out, self.qkv_format).contiguous()
+        device_type, fmt = self.qkv[0].device.type, self.qkv_format
+        has_autocast = torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, enabled=False) if has_autocast else contextlib.nullcontext():
+            if self.is_ordinary and not self.needs_grad:
+                with torch.no_grad():
+                    (out, lse), _ = self.runner.forward(*self.qkv, self.shared)
+            else:
+                inputs = [None if t is None else t.resolve_neg() for t in self.inputs()]  # a collective sends memory as it is
+                out, lse, _ = _Attend.apply(self.runner, self.plan, *inputs)  # type: ignore[no-untyped-call]
+        whole: Any = (out if fmt in _AS_COMPUTED else from_bshd(out, fmt)).contiguous()
         fp8_call = self.scores.fp8_call
         if fp8_call is not None and fp8_call.recipe.out_dtype in validation.FP8_DTYPES:
             quantised = quantise.quantise_out(out.detach(), fp8_call, self.plan)
@@ -224,6 +218,8 @@ class CheckedCall:
             whole = fp8.QuantizedTensor(data, quantised.descale, quantised.amax, whole if whole.requires_grad else None)
         peaks = self.scores.peaks
         max_logit = None if peaks is None else exchange.all_reduce_max(peaks, self.plan.group)
+        if not self.return_lse and peaks is None:
+            return whole
         return chosen(whole, lse, max_logit, self.return_lse, peaks is not None)
 
 
@@ -352,38 +348,58 @@ def _check_mod(name: str, mod: Any, tensors: Any, sizes: tuple[int, int, Plan]) 
             raise ValueError(f"{name} captures {captured}, which requires a gradient. Pass it in score_mod_tensors, or detach it")
 
 
-MOST_CALLS = 256
 _SHARED = Shared._fields[:4]  # those that may be arguments of a kept call
-_kept: dict[Hashable, tuple[Plan, CheckedCall]] = {}  # each with its plan, whose id is in the key
+_AS_COMPUTED = ("bshd", "thd")  # formats in which calls are computed
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, plan: Any, strategy: str | None, options: Mapping[str, Any]) -> Hashable | None:
-    """Returns the key of a call, with everything that its checks depend on; None if it has none, as with mods and value checks."""
-    split = split_of(tuple(options))
-    values = [*CONSTANTS, split, q, k, v, *options.values()]
-    if not split.is_known or split.fp8 is not None or split.mods_of(values) is not None:
-        return None
-    if check_values() or getattr(plan, "group", None) is None:
-        return None
-    others = (None, None, *split.others(values), id(plan), strategy)
-    key, _ = call_cache.look_up(split.tensors(values), others, split.window(values), None)
-    return None if key is None or call_cache.has_tensor_numbers(key) else key.parts
+class KeptRanks(KeptCall):
+    """Calls over ranks with one key: a checked call without its tensors. Its strategy keeps the exchanges and the local calls."""
+
+    def __init__(self, call: CheckedCall, plan: Plan, given: dict[str, int]) -> None:
+        """plan: the argument, whose id is in the key. given: the places of shared tensors among the key's tensors."""
+        nothing: dict[str, Any] = dict.fromkeys(given)
+        self._plan, self._given, self._shared = plan, given, call.shared._replace(**nothing)
+        self._facts = {name: value for name, value in vars(call).items() if name not in ("qkv", "shared")} | {"is_ordinary": True}
+
+    def call(self, key: CallKey) -> CheckedCall:
+        """Returns the call with the tensors of a key."""
+        q, k, v, *_ = key.tensors
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        if q.is_cuda:
+            capture.check(self._plan.group, q.device)
+        call = CheckedCall.__new__(CheckedCall)
+        vars(call).update(self._facts)
+        fmt = call.qkv_format
+        call.qkv = (q, k, v) if fmt in _AS_COMPUTED else (as_bshd(q, fmt), as_bshd(k, fmt), as_bshd(v, fmt))
+        given: dict[str, Any] = {name: key.tensors[place] for name, place in self._given.items()}
+        call.shared = self._shared._replace(**given)
+        return call
+
+    def run(self, key: CallKey, returns_lse: bool) -> Any:
+        """Returns the results of `attention`."""
+        return self.call(key).run()
 
 
 def checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
-    """Returns the checked call. On all ranks, raises errors of arguments before anything is sent."""
-    key = None if torch.compiler.is_compiling() else _key(q, k, v, plan, strategy, options)
-    known = None if key is None else _kept.get(key)
-    if known is not None:
-        if q.is_cuda:
-            capture.check(plan.group, q.device)
-        return known[1].again((q, k, v), options)
+    """Returns the checked call. On all ranks, raises errors of arguments before anything is sent.
+
+    A call is checked once if it can be kept. Calls with mods or in FP8, and all calls under FLEXATTN_CHECK, are checked each time.
+    """
+    key = None
+    split = split_of(tuple(options))
+    if split.is_known and split.fp8 is None and not torch.compiler.is_compiling():
+        values = [*CONSTANTS, split, q, k, v, *options.values()]
+        if split.mods is None or split.mods_of(values) is None:
+            others = (None, None, *split.others(values), id(plan), strategy)
+            key, known = call_cache.look_up(split.tensors(values), others, split.window(values), None)
+            if key is not None and isinstance(known, KeptRanks):
+                return known.call(key)
     call = _checked_call(q, k, v, plan, strategy, dict(options))
     is_as_given = all(t.dtype is given.dtype for t, given in zip(call.qkv, (q, k, v), strict=True))  # not cast by autocast
-    if key is not None and is_as_given and (kept := call.kept(options)) is not None:
-        if len(_kept) >= MOST_CALLS:
-            _kept.clear()
-        _kept[key] = plan, kept
+    if key is not None and is_as_given and not check_values() and (kept := call.kept(plan, key)) is not None:
+        call_cache.remember(key, kept)
     return call
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn import autograd, call_cache, ops
+from flexattn.cached_call import CachedCall
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands
 from flexattn.jax import ffi
 from flexattn.jax.call import TENSORS, Call, parse
@@ -37,7 +38,8 @@ def _run_kept(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     tensors: tuple[Any, ...] = tuple(operands)
     if len(tensors) > len("qkv"):
         tensors = (*map(dict(zip(call.present, operands, strict=True)).get, TENSORS),)
-    key, kept = call_cache.look_up(tensors, (None, None, call), OPEN_WINDOW, None)
+    key, found = call_cache.look_up(tensors, (None, None, call), OPEN_WINDOW, None)
+    kept = found if isinstance(found, CachedCall) else None
     is_new = kept is None
     if kept is None:
         x = call.operands(operands)

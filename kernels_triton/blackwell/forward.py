@@ -17,17 +17,14 @@ from flexattn.kernels_triton.blackwell.products import product_partition
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, allocate_forward_tiles
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.common.tiles import BlackwellTile
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Tiles
-from flexattn.kernels_triton.gluon.forward_launch import Division, Outputs, number_of_tiles, prepare_forward
+from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
 from flexattn.kernels_triton.gluon.operands import allocate_blocks, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import allocate_forward_barriers
-from flexattn.kernels_triton.runtime.device import num_processors
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
 
 @hopper_kernel
@@ -61,11 +58,6 @@ def _attn_fwd_blackwell_kernel(args: Arguments, MODS: gl.constexpr, META: gl.con
     )
 
 
-def tiles_and_room(problem: Problem, tile: BlackwellTile, group: int) -> tuple[int, int]:
-    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
-    return number_of_tiles(problem, tile, group), num_processors(problem.device)
-
-
 def blackwell_forward(
     problem: Problem,
     out: Tensor,
@@ -75,12 +67,6 @@ def blackwell_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `hopper_forward`."""
-    x = problem
-    tile = tile or forward_tile(x)
-    group = heads_of_a_tile(x, tile) if group is None else group
-    tiles, processors = tiles_and_room(x, tile, group)
-    splits = number_of_splits(x, tiles, processors) if splits is None else splits
-    ready = prepare_forward(x, Outputs(out, lse, max_logit), tile, Division(LANES.value, group, splits, processors))
-    launch(_attn_fwd_blackwell_kernel, ready.programs, out.device, ready.tile, ready.arguments)
-    ready.finish()
+    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `launch_forward`."""
+    outputs = Outputs(out, lse, max_logit)
+    launch_forward(_attn_fwd_blackwell_kernel, problem, outputs, tile or forward_tile(problem), LANES.value, group, splits)

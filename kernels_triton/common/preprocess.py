@@ -26,16 +26,9 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.statistics_tiles import place_of_program, statistics_tile
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
-from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.common.tiles import PREPROCESS, PREPROCESS_OF_FP8, PREPROCESS_OF_WIDE_FP8, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
-
-# 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of a backward of 512 to 2048 tokens
-# (bench/results/small_kernels_h200.json).
-_TILE = Tile(32, 64, 4, 1)
-_TILE_OF_FP8 = Tile(128, 64, 8, 1)  # for a program that quantises dout
-_TILE_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # for wide heads: a larger tile in registers would leave room for few programs
 
 
 @triton.jit
@@ -66,6 +59,8 @@ class Quantized(NamedTuple):
 
     rows: Rows
     descale_ptr: Pointer  # [b, h, blocks], contiguous
+    # At least the blocks that the kernel has for a sequence: max_seqlen_q may be more than the tokens of a packed call.
+    blocks: int
     range_scale: float  # the largest value of its dtype
 
 
@@ -122,7 +117,7 @@ def _attn_bwd_preprocess_kernel(
                 tl.store(args.tiled.dq_arrivals_ptr + b * num_heads + h, 0)
     if first_row >= end:
         if quantized.rows.ptr is not None:
-            tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, 1.0)
+            tl.store(quantized.descale_ptr + (b * num_heads + h) * quantized.blocks + block, 1.0)
         if dsink_ptr is not None:
             tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
         return
@@ -145,7 +140,7 @@ def _attn_bwd_preprocess_kernel(
                 largest = tl.maximum(largest, largest_of_rows(dout1.to(tl.float32)))
         scale = scale_of(tl.max(largest, 0), quantized.range_scale)
         descale = tl.div_rn(1.0, scale)
-        tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, descale)
+        tl.store(quantized.descale_ptr + (b * num_heads + h) * quantized.blocks + block, descale)
     dsink = 0.0
     queries = Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q)
     for row in range(0, ROWS, BLOCK_M):
@@ -235,10 +230,10 @@ def tiled_statistics(call: Backward, size: int, *, with_dq_sums: bool = False, w
 
 def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatistics, size: int = 0) -> None:
     x, out, dout, dsoftmax_offset = call.problem, call.out, call.dout, call.dsoftmax_offset
-    quantises, dout8, tile, program_rows = x.dout_is_to_come, dout, _TILE, _TILE.block_m
+    quantises, dout8, tile, program_rows = x.dout_is_to_come, dout, PREPROCESS, PREPROCESS.block_m
     if quantises:
         program_rows = x.scale_rows  # a program computes one scale
-        dout, tile = x.copies16[0], _TILE_OF_FP8 if x.v.shape[-1] <= 64 else _TILE_OF_WIDE_FP8
+        dout, tile = x.copies16[0], PREPROCESS_OF_FP8 if x.v.shape[-1] <= 64 else PREPROCESS_OF_WIDE_FP8
     meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
     if quantises:  # 8 elements a thread for FP8 too, so that a thread keeps the elements that it loaded
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
@@ -246,7 +241,10 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
     quantized = None
     if quantises:
-        quantized = Quantized(rows=rows(dout8, meta), descale_ptr=x.descales[3], range_scale=LARGEST[dout8.dtype])
+        descale = x.descales[3]
+        quantized = Quantized(
+            rows=rows(dout8, meta), descale_ptr=descale, blocks=descale.shape[2], range_scale=LARGEST[dout8.dtype]
+        )
     args = Arguments(
         saved=Saved(out=rows(out, meta), lse_ptr=large.remainder, dlse_ptr=call.dlse),
         dout=rows(dout, meta),

@@ -435,6 +435,17 @@ SPLIT_PIECE = 2048
 SPLIT_PROGRAMS = 2
 """Programs of the portable kernel for each multiprocessor; the kernels of sm_90 have one."""
 
+# Tiles of the preprocess kernel. 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of
+# a backward of 512 to 2048 tokens (bench/results/small_kernels_h200.json).
+PREPROCESS = Tile(32, 64, 4, 1)
+PREPROCESS_OF_FP8 = Tile(128, 64, 8, 1)  # for a program that quantises dout
+PREPROCESS_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # for wide heads: a larger tile in registers would leave room for few programs
+
+DQ_PART = 256 * 128
+"""Elements of a part of dq that a fused backward converts. At head dim 128 without a mask, double parts took up to 5 % longer, and
+half parts up to 3 % longer (bench/results/short_backwards_h100.json).
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HopperBackwardTile:

@@ -11,6 +11,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HopperFusedTile, cdiv, slots_of_heads
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, batch_steps, descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.runtime.device import num_processors
 
 QUERIES = 128  # queries of a program of dq: two warpgroups
 KEYS = 128  # keys of a program of the fused backward: two warpgroups
@@ -41,6 +42,16 @@ def heads_of_a_tile(problem: Problem, tile: QueryTile) -> int:
         return 1
     # The fewest tiles; among equal numbers, the tiles whose keys are loaded for more heads.
     return min(shares(x), key=lambda heads: (cdiv(queries * slots_of_heads(heads), tile.block_m) * x.group_size // heads, -heads))
+
+
+def tiles_and_room(problem: Problem, tile: QueryTile, group: int, programs: int = 1) -> tuple[int, int]:
+    """Returns (number of query tiles, each with `group` heads, number of programs that the device runs at once).
+
+    programs: of a processor.
+    """
+    queries = tile.block_m // slots_of_heads(group)
+    tiles = -(-problem.longest_q // queries) * problem.batch * problem.num_heads // group
+    return tiles, programs * num_processors(problem.device)
 
 
 def rows_of_a_tile(problem: Problem) -> int:

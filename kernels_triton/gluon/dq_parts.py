@@ -29,9 +29,6 @@ from flexattn.kernels_triton.gluon.descriptors import finish_additions
 from flexattn.kernels_triton.gluon.tile_scheduler import take
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
-# Elements of a part. At head dim 128 without a mask, double parts took up to 5 % longer, and half parts up to 3 % longer
-# (bench/results/short_backwards_h100.json).
-PART = 256 * 128
 _ELEMENTS_AT_ONCE = gl.constexpr(64 * 128)  # elements of a part that a warpgroup has in registers
 
 

@@ -1,9 +1,8 @@
-"""Host side that the 16-bit forwards of sm_90 and sm_100 share: the arguments of one launch, and the work after it."""
+"""Host side that the forwards of sm_90 and sm_100 share: the arguments of one launch, and the work after it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,10 +10,10 @@ from torch import Tensor
 from flexattn.kernels_triton.common.plan_pieces import Plan
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, split_results
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads, split_head_dim
-from flexattn.kernels_triton.gluon.conditions import QueryTile, rows_of_a_copy
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, rows_of_a_copy, tiles_and_room
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Descriptors, ForwardMeta, Results, Steps
 from flexattn.kernels_triton.gluon.operands import ROWS
@@ -22,15 +21,7 @@ from flexattn.kernels_triton.gluon.pairs import pair_descriptor
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.runtime.device import Tile
-
-
-class Division(NamedTuple):
-    """Numbers that divide a call's work."""
-
-    rows: int  # rows of a consumer
-    group: int  # query heads of a tile
-    splits: int  # number of KV splits, or BY_LENGTHS
-    processors: int
+from flexattn.kernels_triton.runtime.launch import launch
 
 
 class Outputs(NamedTuple):
@@ -39,42 +30,51 @@ class Outputs(NamedTuple):
     max_logit: Tensor | None
 
 
-class ForwardLaunch(NamedTuple):
-    """Arguments of `launch` except the kernel and the device, and a function that launches the work after it."""
+def launch_forward(
+    kernel: Any,
+    problem: Problem,
+    outputs: Outputs,
+    tile: HopperTile | BlackwellTile,
+    rows: int,
+    group: int | None = None,
+    splits: int | None = None,
+) -> None:
+    """Launches a forward, and with a split of keys also the kernels before and after it.
 
-    programs: int
-    tile: Tile
-    arguments: tuple[Any, ...]
-    finish: Callable[[], None]
-
-
-def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | BlackwellTile, division: Division) -> ForwardLaunch:
-    """Returns the launch; with a plan, also launches the kernel that makes the plan."""
+    rows: of a consumer. group: query heads of a tile, a divisor of those of a key head; None: `heads_of_a_tile`. splits: number of
+    KV splits, or BY_LENGTHS; None: `number_of_splits`.
+    """
     x = problem
     out, lse, max_logit = outputs
-    rows, group, splits, processors = division
+    group = heads_of_a_tile(x, tile) if group is None else group
+    tiles, processors = tiles_and_room(x, tile, group)
+    splits = number_of_splits(x, tiles, processors) if splits is None else splits
+    is_wide = tile.head_dim_qk > 256
     slots = slots_of_heads(group)
-    queries, tiles = tile.block_m // slots, number_of_tiles(x, tile, group)
+    queries = tile.block_m // slots
     planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
     plan, parts = split_results(x, planned, splits, processors, lse, tile.head_dim_v)
     launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
     meta = forward_meta(x, tile, group, Cut(parts is not None, plan is not None), max_logit is not None, rows)
+    if is_wide:
+        meta = meta._replace(SKIPS=False, UNMASKED_LOOP=False, IS_LATENT=x.is_latent)
     is_fp32 = out.element_size() == 4
-    if plan is not None or ((group < slots or is_fp32) and parts is None):
+    if is_wide or plan is not None or ((group < slots or is_fp32) and parts is None):
         meta = with_rows_of(meta, x, launch_tile, out)
     queries_of_consumer, keys = rows // slots, meta.PAGE_ROWS or tile.block_n
     work = forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
+    k, out_columns = pair_descriptor(x.k, keys, (meta.QK0, meta.QK1)), tile.head_dim_v // tile.out_parts
     arguments = forward_arguments(
         x,
         Descriptors(
             q=pair_descriptor(x.q, queries_of_consumer, (meta.QK0, meta.QK1), slots),
-            k=pair_descriptor(x.k, keys, (meta.QK0, meta.QK1)),
-            v=ragged_descriptor(x.v, keys, tile.head_dim_v),
-            out=None if is_fp32 else ragged_descriptor(out, queries_of_consumer, tile.head_dim_v // tile.out_parts, slots),
+            k=k,
+            v=k.first if meta.IS_LATENT else ragged_descriptor(x.v, keys, tile.head_dim_v),
+            out=None if is_fp32 or is_wide else ragged_descriptor(out, queries_of_consumer, out_columns, slots),
         ),
-        Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
+        Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=None if is_wide else step_of(out)),
         Results(
             lse_ptr=lse if parts is None else parts.lse,
             max_logit_ptr=max_logit,
@@ -85,15 +85,12 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
         work,
         SplitKeys(splits if splits > 1 else None, plan),
     )
-
-    def finish() -> None:
-        if parts is not None:
-            combine_parts(x, parts, (out, lse), plan, planned)
-        elif x.has_padding_q:
-            zero_padding(x, out, "q", lse)
-
     programs = processors if plan is not None else min(processors, tiles * splits)
-    return ForwardLaunch(programs, launch_tile, (arguments, x.mods, meta), finish)
+    launch(kernel, programs, out.device, launch_tile, (arguments, x.mods, meta))
+    if parts is not None:
+        combine_parts(x, parts, (out, lse), plan, planned)
+    elif x.has_padding_q:
+        zero_padding(x, out, "q", lse)
 
 
 def _whole_blocks_of_window(problem: Problem, tile: ForwardTile, queries: int) -> float:
@@ -102,12 +99,6 @@ def _whole_blocks_of_window(problem: Problem, tile: ForwardTile, queries: int) -
     if x.window_left is None or x.window_right is None:
         return math.inf
     return (x.window_left + x.window_right + 2 - queries) // tile.block_n
-
-
-def number_of_tiles(problem: Problem, tile: QueryTile, group: int) -> int:
-    """Returns the number of query tiles, each with `group` heads."""
-    queries = tile.block_m // slots_of_heads(group)
-    return -(-problem.longest_q // queries) * problem.batch * problem.num_heads // group
 
 
 class Cut(NamedTuple):

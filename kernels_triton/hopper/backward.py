@@ -13,9 +13,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Pointer, Scores
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
@@ -24,7 +22,6 @@ from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
-    LargeLse,
     key_block_of_program,
     query_block_of_program,
     statistics_of_block,
@@ -32,12 +29,11 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES
 from flexattn.kernels_triton.gluon.descriptors import (
-    Step,
     load_rows,
     ragged_descriptor,
     step_of,
 )
-from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows, fp32_rows
+from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import (
     Pair,
@@ -49,18 +45,16 @@ from flexattn.kernels_triton.gluon.pairs import (
     store_pair,
 )
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
-from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
+from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DqArguments, DqDescriptors, DqSteps
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
 from flexattn.kernels_triton.hopper.conditions import backward_tile
 from flexattn.kernels_triton.hopper.dkdv_consumer import (
     DkdvConsumerBarriers,
     DkdvOperands,
     consume_dkdv,
-    consume_dkdv_columns,
 )
 from flexattn.kernels_triton.hopper.dkdv_loader import (
-    DkdvArguments,
     DkdvBarriers,
     DkdvTiles,
     arguments_of_dkdv,
@@ -69,38 +63,6 @@ from flexattn.kernels_triton.hopper.dkdv_loader import (
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
-
-
-class DqDescriptors(NamedTuple):
-    q: Pair
-    dout: TensorDescriptor
-    k: Pair
-    v: TensorDescriptor
-    dq: Pair | None  # None if dq is fp32
-
-
-class DqSteps(NamedTuple):
-    q: Step
-    dout: Step
-    k: Step
-    v: Step
-    dq: Step
-
-
-class DqArguments(NamedTuple):
-    descriptors: DqDescriptors
-    statistics_ptr: Pointer
-    tiles_of_statistics: int  # tiles of one head
-    large: LargeLse
-    work: Work
-    lengths_q: Lengths
-    lengths_kv: Lengths
-    band: Band
-    steps: DqSteps
-    scores: Scores
-    dropout: Dropout
-    lists: BlockMaskLists | None  # lists of key blocks
-    dq32: Fp32Rows | None  # output for dq in fp32
 
 
 class DqTiles(NamedTuple):
@@ -262,10 +224,7 @@ def _dkdv_compute(
         ds_empty=barriers.q_empty,
         dkdv_full=barriers.dkdv_full,
     )
-    if META.SPLITS_COLUMNS:
-        consume_dkdv_columns(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
-    else:
-        consume_dkdv(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
+    consume_dkdv(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
 
 
 @hopper_kernel

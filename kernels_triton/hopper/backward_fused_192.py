@@ -24,9 +24,9 @@ from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.gluon.work_order import backward_work
+from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
 from flexattn.kernels_triton.hopper.dkdv_loader import (
-    DkdvArguments,
     DkdvBarriers,
     DkdvTiles,
     arguments_of_dkdv,

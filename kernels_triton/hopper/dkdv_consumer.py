@@ -71,7 +71,7 @@ class DkdvConsumerBarriers(NamedTuple):
 
 
 @gluon.jit
-def consume_dkdv(
+def _consume_dkdv_rows(
     args,
     operands: DkdvOperands,
     barriers: DkdvConsumerBarriers,
@@ -202,7 +202,7 @@ def consume_dkdv(
 
 
 @gluon.jit
-def consume_dkdv_columns(
+def _consume_dkdv_columns(
     args,
     operands: DkdvOperands,
     barriers: DkdvConsumerBarriers,
@@ -312,3 +312,19 @@ def consume_dkdv_columns(
         operands.dv.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
+
+
+@gluon.jit
+def consume_dkdv(
+    args,
+    operands: DkdvOperands,
+    barriers: DkdvConsumerBarriers,
+    block: Block,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    if META.SPLITS_COLUMNS:
+        _consume_dkdv_columns(args, operands, barriers, block, CONSUMER, MODS, META)
+    else:
+        _consume_dkdv_rows(args, operands, barriers, block, CONSUMER, MODS, META)

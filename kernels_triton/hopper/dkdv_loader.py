@@ -7,16 +7,13 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.preprocess import Tiled
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.backward_blocks import Block, LargeLse
+from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.descriptors import (
-    Step,
     load_rows,
     load_statistics,
     ragged_descriptor,
@@ -24,48 +21,14 @@ from flexattn.kernels_triton.gluon.descriptors import (
     step_of,
     store_rows,
 )
-from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows, fp32_rows
+from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Pair, load_pair, origin_of, origin_of_head, pair_bytes, pair_descriptor, store_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
+from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DkdvDescriptors, DkdvSteps
 from flexattn.kernels_triton.hopper.backward_launch import shared_arguments
-
-
-class DkdvDescriptors(NamedTuple):
-    q: Pair
-    dout: TensorDescriptor
-    k: Pair
-    v: TensorDescriptor
-    statistics: TensorDescriptor
-    dk: Pair | None  # None if dk and dv are fp32
-    dv: TensorDescriptor | None
-
-
-class DkdvSteps(NamedTuple):
-    q: Step
-    dout: Step
-    k: Step
-    v: Step
-    dk: Step
-    dv: Step
-
-
-class DkdvArguments(NamedTuple):
-    descriptors: DkdvDescriptors
-    tiles_of_statistics: int  # tiles of one head
-    large: LargeLse
-    work: Work
-    lengths_q: Lengths
-    lengths_kv: Lengths
-    band: Band
-    steps: DkdvSteps
-    scores: Scores
-    dropout: Dropout
-    lists: BlockMaskLists | None  # lists of query blocks
-    dk32: Fp32Rows | None  # outputs for dk and dv in fp32
-    dv32: Fp32Rows | None
 
 
 class DkdvTiles(NamedTuple):
@@ -136,7 +99,7 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
 
 
 def arguments_of_dkdv(call: Backward, tiled: Tiled, work: Work, tile: tuple[int, tuple[int, int], int]) -> DkdvArguments:
-    """Returns the arguments of a kernel for dk and dv.
+    """Returns the arguments of a kernel for dk and dv, without those of FP8.
 
     tile: queries of a block; widths of both parts of q's and k's head dim; v's head dim.
     """

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
 )
@@ -28,11 +27,10 @@ from flexattn.kernels_triton.gluon.block_ranges import (
     blocks_of_consumer,
     key_block,
 )
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
 from flexattn.kernels_triton.gluon.descriptors import store_rows
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
-from flexattn.kernels_triton.gluon.forward_launch import Division, Outputs, number_of_tiles, prepare_forward
+from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
@@ -58,8 +56,7 @@ from flexattn.kernels_triton.gluon.tile_scheduler import (
 )
 from flexattn.kernels_triton.hopper.conditions import forward_tile
 from flexattn.kernels_triton.hopper.products import score_product
-from flexattn.kernels_triton.runtime.device import num_processors
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
 
 class Sums(NamedTuple):
@@ -353,11 +350,6 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
         )
 
 
-def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
-    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
-    return number_of_tiles(problem, tile, group), num_processors(problem.device)
-
-
 def hopper_forward(
     problem: Problem,
     out: Tensor,
@@ -367,16 +359,6 @@ def hopper_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward of a call that `forward_unsupported` does not reject.
-
-    group: query heads of a tile, a divisor of those of a key head; None: `heads_of_a_tile`.
-    splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
-    """
-    x = problem
-    tile = tile or forward_tile(x)
-    group = heads_of_a_tile(x, tile) if group is None else group
-    tiles, processors = tiles_and_room(x, tile, group)
-    splits = number_of_splits(x, tiles, processors) if splits is None else splits
-    ready = prepare_forward(x, Outputs(out, lse, max_logit), tile, Division(ROWS.value, group, splits, processors))
-    launch(_attn_fwd_hopper_kernel, ready.programs, out.device, ready.tile, ready.arguments)
-    ready.finish()
+    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `launch_forward`."""
+    outputs = Outputs(out, lse, max_logit)
+    launch_forward(_attn_fwd_hopper_kernel, problem, outputs, tile or forward_tile(problem), ROWS.value, group, splits)

@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
@@ -31,7 +30,6 @@ from flexattn.kernels_triton.gluon.descriptors import (
     load_rows,
     load_statistics,
     ragged_descriptor,
-    statistics_descriptor,
     step_of,
     store_rows,
 )
@@ -51,31 +49,23 @@ from flexattn.kernels_triton.gluon.pairs import (
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.work_order import backward_work
+from flexattn.kernels_triton.hopper.backward_arguments import (
+    DkdvArguments,
+    DkdvOrigins,
+    DqArguments,
+    DqDescriptors,
+    DqOrigins,
+    DqSteps,
+)
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
 from flexattn.kernels_triton.hopper.dkdv_consumer import (
     DkdvConsumerBarriers,
     DkdvOperands,
     consume_dkdv,
-    consume_dkdv_columns,
 )
+from flexattn.kernels_triton.hopper.dkdv_loader import arguments_of_dkdv
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
 from flexattn.kernels_triton.hopper.fp8 import allocate_factors, write_factors
-from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
-    DkdvArguments,
-    DkdvBarriers,
-    DkdvBuffers,
-    DkdvDescriptors,
-    DkdvOrigins,
-    DkdvSteps,
-    DkdvTiles,
-    DqArguments,
-    DqBarriers,
-    DqBuffers,
-    DqDescriptors,
-    DqOrigins,
-    DqSteps,
-    DqTiles,
-)
 from flexattn.kernels_triton.hopper.fp8_backward_operands import (
     backward_descales,
     copies_in_16_bits,
@@ -123,8 +113,9 @@ def _clipped_descale(scale: Descale, b, h, row, length):
 
 
 @gluon.jit
-def _dq_load(buffers: DqBuffers, block: Block, args: DqArguments, origins: DqOrigins, META: gl.constexpr):
-    tiles, barriers = buffers.tiles, buffers.barriers
+def _dq_load(
+    args: DqArguments, tiles: DqOperands, barriers: DqConsumerBarriers, block: Block, origins: DqOrigins, META: gl.constexpr
+):
     descriptors = args.descriptors
     first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
     len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
@@ -149,48 +140,22 @@ def _dq_load(buffers: DqBuffers, block: Block, args: DqArguments, origins: DqOri
         descale_v = _clipped_descale(args.descales.v, b, h_kv, row, len_kv)
         stage8 = Stage(n_block, META.STAGES_SCORES)
         index8 = pipeline.index(stage8)
-        full = barriers.full8.index(index8)
-        pipeline.wait_empty(barriers.empty8, stage8)
+        full = barriers.scores_full.index(index8)
+        pipeline.wait_empty(barriers.dp_empty, stage8)
         write_factors(tiles.factors, index8, s_factor * descale_k, dp_factor * descale_v)
         mbarrier.expect(full, K_BYTES + descriptors.v.block_type.nbytes)
         load_pair(descriptors.k, origins.k, len_kv, row, full, tiles.k, index8, META)
         load_rows(descriptors.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(index8))
         stage16 = Stage(n_block, META.STAGES_DS)
         index16 = pipeline.index(stage16)
-        pipeline.wait_empty(barriers.empty16, stage16)
-        mbarrier.expect(barriers.full16.index(index16), K16_BYTES)
-        load_pair(descriptors.k16, origins.k16, len_kv, row, barriers.full16.index(index16), tiles.k16, index16, META)
+        pipeline.wait_empty(barriers.ds_empty, stage16)
+        mbarrier.expect(barriers.ds_full.index(index16), K16_BYTES)
+        load_pair(descriptors.k16, origins.k16, len_kv, row, barriers.ds_full.index(index16), tiles.k16, index16, META)
     mbarrier.wait(barriers.dq_full.index(0), 0)
     if args.dq32.ptr is None:
         for consumer in gl.static_range(2):
             store_pair(descriptors.dq, origins.dq, len_q, first_row + consumer * ROWS, tiles.dq, consumer, META)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _dq_compute(
-    buffers: DqBuffers,
-    block: Block,
-    head: Head,
-    statistics_ptr,
-    args: DqArguments,
-    CONSUMER: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
-):
-    tiles, barriers = buffers.tiles, buffers.barriers
-    operands = DqOperands(q=tiles.q, dout=tiles.dout, k=tiles.k, v=tiles.v, k16=tiles.k16, dq=tiles.dq, factors=tiles.factors)
-    consumer_barriers = DqConsumerBarriers(
-        q_full=barriers.q_full,
-        scores_full=barriers.full8,
-        dp_full=None,
-        dp_empty=barriers.empty8,
-        ds_full=barriers.full16,
-        ds_empty=barriers.empty16,
-        dq_full=barriers.dq_full,
-    )
-    rows = DqRows(head=head, statistics_ptr=statistics_ptr)
-    consume_dq(args, operands, consumer_barriers, block, rows, CONSUMER, MODS, META)
 
 
 @hopper_kernel
@@ -204,7 +169,7 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
     dq_tiles = k16_tiles
     if not META.SHARES_TILES and args.dq32.ptr is None:
         dq_tiles = allocate_pair(2, descriptors.dq, META)
-    tiles = DqTiles(
+    tiles = DqOperands(
         q=q_tiles,
         k=k_tiles,
         k16=k16_tiles,
@@ -213,15 +178,15 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
         v=allocate_tiles(STAGES, descriptors.v),
         factors=allocate_factors(STAGES),
     )
-    barriers = DqBarriers(
+    barriers = DqConsumerBarriers(
         q_full=allocate_barriers(1, 1),
-        full8=allocate_barriers(STAGES, 1),
-        empty8=allocate_barriers(STAGES, 2),
-        full16=allocate_barriers(STAGES16, 1),
-        empty16=allocate_barriers(STAGES16, 2),
+        scores_full=allocate_barriers(STAGES, 1),
+        dp_full=None,
+        dp_empty=allocate_barriers(STAGES, 2),
+        ds_full=allocate_barriers(STAGES16, 1),
+        ds_empty=allocate_barriers(STAGES16, 2),
         dq_full=allocate_barriers(1, 2),
     )
-    buffers = DqBuffers(tiles=tiles, barriers=barriers)
     block = query_block_of_program(args, META)
     sequence, b, h, h_kv = block.sequence, block.b, block.h, block.h_kv
     origins = DqOrigins(
@@ -232,13 +197,15 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
         v=origin_of(steps.v, sequence.start_kv, h_kv, b),
         dq=origin_of(steps.dq, sequence.start_q, h, b),
     )
-    head = head_of(args.scores, b, h, sequence.len_q, sequence.len_kv, block.band.shift, MODS, META)
-    statistics_ptr = statistics_of_block(args, block, META)
+    rows = DqRows(
+        head=head_of(args.scores, b, h, sequence.len_q, sequence.len_kv, block.band.shift, MODS, META),
+        statistics_ptr=statistics_of_block(args, block, META),
+    )
     gl.warp_specialize(
         [
-            (_dq_compute, (buffers, block, head, statistics_ptr, args, 0, MODS, META)),
-            (_dq_compute, (buffers, block, head, statistics_ptr, args, 1, MODS, META)),
-            (_dq_load, (buffers, block, args, origins, META)),
+            (consume_dq, (args, tiles, barriers, block, rows, 0, MODS, META)),
+            (consume_dq, (args, tiles, barriers, block, rows, 1, MODS, META)),
+            (_dq_load, (args, tiles, barriers, block, origins, META)),
         ],
         [4, 1],
         [240, 24],
@@ -246,8 +213,14 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
 
 
 @gluon.jit
-def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins: DkdvOrigins, META: gl.constexpr):
-    tiles, barriers = buffers.tiles, buffers.barriers
+def _dkdv_load(
+    args: DkdvArguments,
+    tiles: DkdvOperands,
+    barriers: DkdvConsumerBarriers,
+    block: Block,
+    origins: DkdvOrigins,
+    META: gl.constexpr,
+):
     descriptors = args.descriptors
     first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
     len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
@@ -275,8 +248,8 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
         descale_dout = _clipped_descale(args.descales.dout, b, h + position.head, row, len_q)
         stage8 = Stage(m_block, META.STAGES_SCORES)
         index8 = pipeline.index(stage8)
-        full = barriers.full8.index(index8)
-        pipeline.wait_empty(barriers.empty8, stage8)
+        full = barriers.scores_full.index(index8)
+        pipeline.wait_empty(barriers.dp_empty, stage8)
         write_factors(tiles.factors, index8, s_factor * descale_q, dp_factor * descale_dout)
         mbarrier.expect(full, BYTES)
         load_pair(descriptors.q, origin_of_head(origins.q, position.head), len_q, row, full, tiles.q, index8, META)
@@ -287,8 +260,8 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
         load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(index8), META)
         stage16 = Stage(m_block, META.STAGES_P)
         index16 = pipeline.index(stage16)
-        full = barriers.full16.index(index16)
-        pipeline.wait_empty(barriers.empty16, stage16)
+        full = barriers.p_full.index(index16)
+        pipeline.wait_empty(barriers.p_empty, stage16)
         mbarrier.expect(full, descriptors.dout16.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
         load_rows(
             descriptors.dout16,
@@ -303,8 +276,8 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
         if META.SPLITS_COLUMNS:
             stage16 = Stage(m_block, META.STAGES_DS)
             index16 = pipeline.index(stage16)
-            full = barriers.q16_full.index(index16)
-            pipeline.wait_empty(barriers.q16_empty, stage16)
+            full = barriers.ds_full.index(index16)
+            pipeline.wait_empty(barriers.ds_empty, stage16)
             mbarrier.expect(full, Q16_BYTES)
         load_pair(descriptors.q16, origin_of_head(origins.q16, position.head), len_q, row, full, tiles.q16, index16, META)
         position = next_queries(position, block, args.work)
@@ -315,42 +288,6 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
             store_pair(descriptors.dk, origins.dk, len_kv, row, tiles.dk, part, META)
             store_rows(descriptors.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dv.index(part))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _dkdv_compute(
-    buffers: DkdvBuffers, block: Block, args: DkdvArguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
-):
-    tiles, barriers = buffers.tiles, buffers.barriers
-    operands = DkdvOperands(
-        q=tiles.q,
-        dout=tiles.dout,
-        k=tiles.k,
-        v=tiles.v,
-        q16=tiles.q16,
-        dout16=tiles.dout16,
-        dk=tiles.dk,
-        dv=tiles.dv,
-        statistics=tiles.statistics,
-        factors=tiles.factors,
-        p=tiles.p,
-        ds=tiles.ds,
-    )
-    consumer_barriers = DkdvConsumerBarriers(
-        kv_full=barriers.kv_full,
-        scores_full=barriers.full8,
-        dp_full=None,
-        dp_empty=barriers.empty8,
-        p_full=barriers.full16,
-        p_empty=barriers.empty16,
-        ds_full=barriers.q16_full,
-        ds_empty=barriers.q16_empty,
-        dkdv_full=barriers.dkdv_full,
-    )
-    if META.SPLITS_COLUMNS:
-        consume_dkdv_columns(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
-    else:
-        consume_dkdv(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
 
 
 @hopper_kernel
@@ -379,13 +316,14 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
     if META.SPLITS_COLUMNS:
         q16_full = allocate_barriers(META.STAGES_DS, 1)
         q16_empty = allocate_barriers(META.STAGES_DS, 2)
-    barriers = DkdvBarriers(
-        full8=allocate_barriers(STAGES, 1),
-        empty8=allocate_barriers(STAGES, 2),
-        full16=full16,
-        empty16=empty16,
-        q16_full=q16_full,
-        q16_empty=q16_empty,
+    barriers = DkdvConsumerBarriers(
+        scores_full=allocate_barriers(STAGES, 1),
+        dp_full=None,
+        dp_empty=allocate_barriers(STAGES, 2),
+        p_full=full16,
+        p_empty=empty16,
+        ds_full=q16_full,
+        ds_empty=q16_empty,
         kv_full=allocate_barriers(1, 1),
         dkdv_full=allocate_barriers(1, 2),
     )
@@ -406,7 +344,7 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
         EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M // 2], DTYPE)
         p_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M // 2], EXCHANGE)
         ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M // 2], EXCHANGE)
-    tiles = DkdvTiles(
+    tiles = DkdvOperands(
         q=q_tiles,
         q16=q16_tiles,
         k=k_tiles,
@@ -420,12 +358,11 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
         p=p_tiles,
         ds=ds_tiles,
     )
-    buffers = DkdvBuffers(tiles=tiles, barriers=barriers)
     gl.warp_specialize(
         [
-            (_dkdv_compute, (buffers, block, args, 0, MODS, META)),
-            (_dkdv_compute, (buffers, block, args, 1, MODS, META)),
-            (_dkdv_load, (buffers, block, args, origins, META)),
+            (consume_dkdv, (args, tiles, barriers, block, 0, MODS, META)),
+            (consume_dkdv, (args, tiles, barriers, block, 1, MODS, META)),
+            (_dkdv_load, (args, tiles, barriers, block, origins, META)),
         ],
         [4, 1],
         [240, 24],
@@ -446,8 +383,6 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     if max(x.q.shape[-1], x.v.shape[-1]) > 256:
         return "its accumulators hold head dims up to 256"
     tile = tile_of(x)
-    if tile.head_dim_qk == 256 and x.q.dim() == 3:
-        return "packed queries of head dims above 192 got NaN in dq on a GPU (bench/results/device_h200.json)"
     return unsupported_operands(x, out, dout) or backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
 
 
@@ -460,7 +395,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     tiled = tiled_statistics(call, size)
     shared = shared_arguments(x, tiled) | {"descales": backward_descales(x), "dropout": None}
     q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype)
-    dq32, dk32, dv32 = fp32_rows(dq), fp32_rows(dk), fp32_rows(dv)
+    dq32 = fp32_rows(dq)
 
     def pair(x: Tensor, rows: int) -> Pair:
         return pair_descriptor(x, rows, widths)
@@ -492,33 +427,13 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     dq_tile = Tile(QUERIES, tile.block_n, 4, 2)
     launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, dq_tile, (dq_arguments, x.mods, dq_meta))
     dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 6 * (sum(widths) + v0))
-    dkdv_arguments = DkdvArguments(
-        descriptors=DkdvDescriptors(
-            q=pair(x.q, size),
-            q16=pair(q16, size),
-            k=pair(x.k, 64),
-            dk=pair(dk, 64) if dk32 is None else None,
-            dout=ragged_descriptor(dout, size, v0),
-            dout16=ragged_descriptor(dout16, size, v0),
-            v=ragged_descriptor(x.v, 64, v0),
-            dv=ragged_descriptor(dv, 64, v0) if dv32 is None else None,
-            statistics=statistics_descriptor(tiled.statistics, size),
-        ),
-        work=dkdv_work,
-        steps=DkdvSteps(
-            q=step_of(x.q),
-            q16=step_of(q16),
-            dout=step_of(dout),
-            dout16=step_of(dout16),
-            k=step_of(x.k),
-            v=step_of(x.v),
-            dk=step_of(dk),
-            dv=step_of(dv),
-        ),
-        lists=x.lists("q"),
-        dk32=dk32,
-        dv32=dv32,
-        **shared,
+    dkdv_arguments = arguments_of_dkdv(call, tiled, dkdv_work, (size, widths, v0))
+    descriptors, steps = dkdv_arguments.descriptors, dkdv_arguments.steps
+    dkdv_arguments = dkdv_arguments._replace(
+        descriptors=descriptors._replace(q16=pair(q16, size), dout16=ragged_descriptor(dout16, size, v0)),
+        steps=steps._replace(q16=step_of(q16), dout16=step_of(dout16)),
+        descales=shared["descales"],
+        dropout=None,
     )
     stages, dout16_stages, q16_stages = tile.dkdv_stages
     dkdv_meta = constants(

@@ -21,25 +21,24 @@ from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block, key_block_of_program
+from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.conditions import KEYS, unsupported_block_mask
 from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, store_rows
 from flexattn.kernels_triton.gluon.dq_sums import add_dq
 from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
-from flexattn.kernels_triton.gluon.fused_launch import finish_fused
-from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
+from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
-from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage, allocate_barriers, allocate_tile_slots
+from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
-from flexattn.kernels_triton.hopper.fp8 import allocate_factors, write_factors
+from flexattn.kernels_triton.hopper.fp8 import write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
 from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
-from flexattn.kernels_triton.hopper.fused_launch import prepare_fused
-from flexattn.kernels_triton.runtime.device import num_processors
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+from flexattn.kernels_triton.hopper.fused_launch import launch_fused
+from flexattn.kernels_triton.hopper.fused_memory import allocate_fused
+from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,44 +234,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
 
 @hopper_kernel
 def _attn_bwd_fused_fp8_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, META: gl.constexpr):
-    BLOCK_M: gl.constexpr = META.BLOCK_M
-    descriptors = args.descriptors
-    DTYPE: gl.constexpr = descriptors.k16.dtype
-    EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
-    tiles = FusedTiles(
-        q=allocate_tiles(STAGES, descriptors.q),
-        q16=allocate_tiles(STAGES, descriptors.q16),
-        dout=allocate_tiles(STAGES, descriptors.dout),
-        dout16=allocate_tiles(STAGES, descriptors.dout16),
-        k=allocate_tiles(2, descriptors.k),
-        k16=allocate_tiles(2, descriptors.k16),
-        v=allocate_tiles(2, descriptors.v),
-        statistics=gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], descriptors.statistics.layout),
-        factors=allocate_factors(STAGES),
-        ds=gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE),
-        dq=allocate_tiles(2 * META.DQ_STAGES, descriptors.dq),
-    )
-    kv_full, tile_full, tile_empty, tile_slots, block = None, None, None, None, None
-    if META.NUMBERS == 0:
-        kv_full = allocate_barriers(1, 1)
-        block = key_block_of_program(args, META)
-    else:
-        tile_full = allocate_barriers(2, 1)
-        tile_empty = allocate_barriers(2, 3)
-        tile_slots = allocate_tile_slots(META.NUMBERS)
-    barriers = FusedBarriers(
-        q_full=allocate_barriers(STAGES, 1),
-        q_empty=allocate_barriers(STAGES, 2),
-        dout_full=allocate_barriers(STAGES, 1),
-        dout_empty=None,
-        kv_full=kv_full,
-        dq_full=allocate_barriers(META.DQ_STAGES, 2),
-        dq_empty=allocate_barriers(META.DQ_STAGES, 1),
-        dkdv_full=allocate_barriers(1, 2),
-        tile_full=tile_full,
-        tile_empty=tile_empty,
-        tile_slots=tile_slots,
-    )
+    tiles, barriers, block = allocate_fused(args, META)
     gl.warp_specialize(
         [
             (consume_fused, (args, tiles, barriers, block, 0, MODS, META)),
@@ -304,9 +266,4 @@ def fp8_fused_backward(call: Backward, tile: Fp8FusedTile | None = None) -> None
     call: q, k, v and dout in FP8, with their descales; dq, dk and dv in 16 bits. The sums of dout with out use the dequantised
     dout, as dp does. Otherwise a query that sees one key would get a nonzero gradient.
     """
-    x = call.problem
-    tile = tile or tile_of(x)
-    prepared = prepare_fused(call, tile)
-    programs = min(prepared.programs, num_processors(x.device)) if tile.is_persistent else prepared.programs
-    launch(_attn_bwd_fused_fp8_hopper_kernel, programs, x.device, prepared.tile, prepared.arguments)
-    finish_fused(call, prepared)
+    launch_fused(_attn_bwd_fused_fp8_hopper_kernel, call, tile or tile_of(call.problem))

@@ -1,4 +1,4 @@
-"""Host side of the fused backwards for sm_90, in 16 bits and in FP8: the constants of a launch."""
+"""Host side of the fused backwards for sm_90, in 16 bits and in FP8."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from typing import Any
 
 from flexattn.kernels_triton.common.features import is_plain
 from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.tiles import DQ_PART
 from flexattn.kernels_triton.gluon.conditions import KEYS, converts_dq
-from flexattn.kernels_triton.gluon.dq_parts import PART
 from flexattn.kernels_triton.gluon.fused_arguments import FusedMeta
-from flexattn.kernels_triton.gluon.fused_launch import Fp8Operands, FusedLaunch, launch_of_fused
+from flexattn.kernels_triton.gluon.fused_launch import Fp8Operands, finish_fused, launch_of_fused
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.work_order import key_block_numbers
 from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits
+from flexattn.kernels_triton.runtime.device import num_processors
+from flexattn.kernels_triton.runtime.launch import launch
 
 
-def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
-    """Returns the launch of a fused backward for sm_90, whose dq, dk and dv are contiguous.
+def launch_fused(kernel: Any, call: Backward, tile: Any) -> None:
+    """Launches a fused backward for sm_90, whose dq, dk and dv are contiguous.
 
     tile: a `HopperFusedTile`, or an `Fp8FusedTile` if q, k, v and dout are in FP8.
     """
@@ -38,11 +40,14 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         NUMBERS=key_block_numbers(x.features) if tile.is_persistent else 0,
         K_STAGES=2 if tile.is_persistent and not is_fp8 else 1,
         V_STAGES=2 if tile.is_persistent and not is_fp8 and tile.head_dim <= 64 else 1,
-        CONVERTED=PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
+        CONVERTED=DQ_PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
     )
     dq_block = (ROWS.value, tile.queries * tile.head_dim // KEYS)
 
     def fp8_operands() -> Fp8Operands:
         return Fp8Operands(backward_descales(x), copies_in_16_bits(x, call.dout, call.out.dtype))
 
-    return launch_of_fused(call, meta, ROWS.value, dq_block, fp8_operands if is_fp8 else None)
+    prepared = launch_of_fused(call, meta, ROWS.value, dq_block, fp8_operands if is_fp8 else None)
+    programs = min(prepared.programs, num_processors(x.device)) if tile.is_persistent else prepared.programs
+    launch(kernel, programs, x.device, prepared.tile, prepared.arguments)
+    finish_fused(call, prepared)

@@ -17,24 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads
+from flexattn.kernels_triton.common.tiles import HopperTile
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import key_block
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
-from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
-from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Descriptors, Results, Steps, Tiles
-from flexattn.kernels_triton.gluon.forward_launch import (
-    Cut,
-    SplitKeys,
-    forward_arguments,
-    forward_meta,
-    number_of_tiles,
-    with_rows_of,
-)
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
+from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
@@ -49,15 +37,13 @@ from flexattn.kernels_triton.gluon.forward_rows import (
 )
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, received_tile
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, keep_pairs, unpack_pairs
-from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair, pair_descriptor
+from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
-from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.hopper.conditions import wide_tile
 from flexattn.kernels_triton.hopper.products import score_product
-from flexattn.kernels_triton.runtime.device import Tile, num_processors
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
 
 class Exchange(NamedTuple):
@@ -262,11 +248,6 @@ def _attn_fwd_wide_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.c
     )
 
 
-def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
-    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
-    return number_of_tiles(problem, tile, group), num_processors(problem.device)
-
-
 def wide_forward(
     problem: Problem,
     out: Tensor,
@@ -275,52 +256,6 @@ def wide_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward of a call that `conditions.wide_unsupported` does not reject.
-
-    group: query heads of a tile; None: `heads_of_a_tile`.
-    splits: number of KV splits; None: `number_of_splits`.
-    """
-    x = problem
-    tile = tile or wide_tile(x)
-    group = heads_of_a_tile(x, tile) if group is None else group
-    tiles, processors = tiles_and_room(x, tile, group)
-    splits = number_of_splits(x, tiles, processors) if splits is None else splits
-    slots = slots_of_heads(group)
-    queries = tile.block_m // slots
-    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
-    plan, parts = split_results(x, planned, splits, processors, lse, tile.head_dim_v)
-    launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
-    meta = forward_meta(x, tile, group, Cut(parts is not None, plan is not None))._replace(
-        SKIPS=False, UNMASKED_LOOP=False, IS_LATENT=x.is_latent
-    )
-    meta = with_rows_of(meta, x, launch_tile, out)
-    keys = meta.PAGE_ROWS or tile.block_n
-    k_descriptor = pair_descriptor(x.k, keys, (meta.QK0, meta.QK1))
-    v_descriptor = k_descriptor.first if x.is_latent else ragged_descriptor(x.v, keys, tile.head_dim_v)
-    arguments = forward_arguments(
-        x,
-        Descriptors(
-            q=pair_descriptor(x.q, ROWS.value // slots, (meta.QK0, meta.QK1), slots), k=k_descriptor, v=v_descriptor, out=None
-        ),
-        Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=None),
-        Results(
-            out=rows_of(out, meta),
-            lse_ptr=lse if parts is None else parts.lse,
-            max_logit_ptr=None,
-            parts_ptr=None if parts is None else parts.out,
-            whole_lse_ptr=None if plan is None else lse,
-        ),
-        forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors),
-        SplitKeys(splits if splits > 1 else None, plan),
-    )
-    launch(
-        _attn_fwd_wide_hopper_kernel,
-        processors if plan is not None else min(processors, tiles * splits),
-        out.device,
-        launch_tile,
-        (arguments, x.mods, meta),
-    )
-    if parts is not None:
-        combine_parts(x, parts, (out, lse), plan, planned)
-    elif x.has_padding_q:
-        zero_padding(x, out, "q", lse)
+    """Launches the forward of a call that `conditions.wide_unsupported` does not reject; for the rest see `launch_forward`."""
+    outputs = Outputs(out, lse, None)
+    launch_forward(_attn_fwd_wide_hopper_kernel, problem, outputs, tile or wide_tile(problem), ROWS.value, group, splits)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.heads import head_of
@@ -24,10 +24,9 @@ from flexattn.kernels_triton.common.split_ranges import Parts as SplitParts
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, slots_of_heads
 from flexattn.kernels_triton.gluon.block_ranges import cut_key_lists, key_block
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_room
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Results
-from flexattn.kernels_triton.gluon.forward_launch import number_of_tiles
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,
@@ -62,8 +61,9 @@ from flexattn.kernels_triton.mma.arguments import (
 )
 from flexattn.kernels_triton.mma.copies import Head, copy_keys, copy_queries
 from flexattn.kernels_triton.mma.dropout import kept
+from flexattn.kernels_triton.mma.products import add_product, at, load_operand, product_of_rows
 from flexattn.kernels_triton.mma.tiles import MmaTile, forward_tile
-from flexattn.kernels_triton.runtime.device import Tile, num_processors
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
@@ -93,32 +93,8 @@ class Loads(NamedTuple):
 
 
 @gluon.jit
-def _add_product(s, q, k, META: gl.constexpr):
-    # Adds the product of one part of q and k to the scores. q in shared memory is loaded a few columns at a time.
-    A: gl.constexpr = gl.DotOperandLayout(0, s.type.layout, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, s.type.layout, 2)
-    WIDTH: gl.constexpr = k.shape[1]
-    if META.HOLDS_Q:
-        s = mma_v2(q, k.permute((1, 0)).load(B), s)
-    else:
-        AT_ONCE: gl.constexpr = min(WIDTH, 64)
-        for first in gl.static_range(0, WIDTH, AT_ONCE):
-            a = q.index(0).slice(first, AT_ONCE, 1).load(A)
-            s = mma_v2(a, k.slice(first, AT_ONCE, 1).permute((1, 0)).load(B), s)
-    return s
-
-
-@gluon.jit
 def _scores(tiles: Tiles, slot, zeros, META: gl.constexpr):
-    s = _add_product(zeros, tiles.q.first, tiles.k.first.index(slot), META)
-    if META.QK1 > 0:
-        s = _add_product(s, tiles.q.second, tiles.k.second.index(slot), META)
-    return s
-
-
-@gluon.jit
-def _add_values(acc, weights, v):
-    return mma_v2(weights, v.load(gl.DotOperandLayout(1, acc.type.layout, 2)), acc)
+    return product_of_rows(tiles.q, at(tiles.k, slot), zeros, META.HOLDS_Q, META.QK1 > 0)
 
 
 @gluon.jit
@@ -166,9 +142,9 @@ def _take_blocks(
         row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
         p = kept(p, same.draws, same.b_h, same.m_start, column, META)
         weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, PRODUCT, 2))
-        acc0 = _add_values(rescaled(acc0, correction, META), weights, tiles.v.first.index(slot))
+        acc0 = add_product(rescaled(acc0, correction, META), weights, tiles.v.first.index(slot))
         if META.VALUES1 > 0:
-            acc1 = _add_values(rescaled(acc1, correction, META), weights, tiles.v.second.index(slot))
+            acc1 = add_product(rescaled(acc1, correction, META), weights, tiles.v.second.index(slot))
     return Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1)
 
 
@@ -215,16 +191,11 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     )
     q_tiles = allocate_parts(DTYPE, 1, BLOCK_M, META.QK0, META.QK1)
     copy_queries(mma_args.q, q_tiles, received, META)
-    q = q_tiles
+    q = at(q_tiles, 0)
     if META.HOLDS_Q:
         async_copy.commit_group()
         async_copy.wait_group(0)
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-        q0 = q_tiles.first.index(0).load(OPERAND)
-        q1 = q0
-        if META.QK1 > 0:
-            q1 = q_tiles.second.index(0).load(OPERAND)
-        q = Parts(first=q0, second=q1)
+        q = load_operand(q, gl.DotOperandLayout(0, PRODUCT, 2))
     k_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, META.QK0, META.QK1)
     v_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, VALUES0, VALUES1)
     tiles = Tiles(q=q, k=k_tiles, v=v_tiles)
@@ -309,11 +280,6 @@ def _attn_fwd_mma_kernel(args: MmaArguments, MODS: gl.constexpr, META: gl.conste
         _compute_tile(t, gl.num_programs(0), args, MODS, META)
 
 
-def tiles_and_room(problem: Problem, tile: MmaTile, group: int) -> tuple[int, int]:
-    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
-    return number_of_tiles(problem, tile, group), SPLIT_PROGRAMS * num_processors(problem.device)
-
-
 def mma_forward(
     problem: Problem,
     out: Tensor,
@@ -327,7 +293,7 @@ def mma_forward(
     x = problem
     tile = tile or forward_tile(x)
     group = heads_of_a_tile(x, tile) if group is None else group
-    tiles, room = tiles_and_room(x, tile, group)
+    tiles, room = tiles_and_room(x, tile, group, SPLIT_PROGRAMS)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     meta = forward_meta(x, tile, group, is_split=splits > 1, has_max_logit=max_logit is not None)
     parts = SplitParts.empty(splits, lse, meta.V0, x.is_unbounded) if splits > 1 else None

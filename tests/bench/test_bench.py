@@ -155,7 +155,7 @@ def test_every_workload_is_one() -> None:
         small = w.shortened(40)
         assert small.seqlen_q <= 40
         assert (small.head_dim_qk, small.attn_mask_type, small.score) == (w.head_dim_qk, w.attn_mask_type, w.score)
-    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd"} == {
+    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd", "older", "published"} == {
         w.group for w in WORKLOADS.values()
     }
     assert len({sum(w.lengths_q) for w in select(["scaling"])}) == 1
@@ -174,7 +174,9 @@ def test_log_normal_lengths_are_the_same_everywhere() -> None:
 
 def test_shapes_are_chosen_by_name_pattern_and_preset() -> None:
     assert [w.name for w in select(["long-128k", "small-*"])] == ["long-128k", "small-s128", "small-s256", "small-s512"]
-    assert {w.name for w in select(["standard"])} == {w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd")}
+    assert {w.name for w in select(["standard"])} == {
+        w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd", "older", "published")
+    }
     assert all(select([preset]) for preset in PRESETS)
     with pytest.raises(ValueError, match=r"no workload is called 'llama'; accepted: .*presets tiny, quick"):
         select(["llama"])
@@ -274,7 +276,11 @@ def test_nothing_right_is_no_timing_at_all(small: tuple[Workload, Tensors]) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-log-normal", "decode-kv2048", "sweep-d64-full-s512"]
+    "name",
+    [
+        *("gpt-oss-window-s8192", "score-relative-bias", "ragged-log-normal", "decode-kv2048", "sweep-d64-full-s512"),
+        *("models-gpt-oss-window", "models-modernbert-window", "models-alphafold3-triangle-two", "models-qwen-image"),
+    ],
 )
 def test_the_reference_in_blocks_is_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = WORKLOADS[name].shortened(60, 3, 4)._replace(dtype="float32")
@@ -456,7 +462,8 @@ def test_a_run_writes_every_cell_as_it_comes(tmp_path: Path) -> None:
 def test_mods_are_asked_only_for_what_is_written_with_them() -> None:
     plain, scored = plan(None).workloads[0], plan(None).workloads[1]._replace(group=MODS)
     both = plan(None)._replace(workloads=[plain, scored], directions=["forward"])
-    candidates = [Implementation("flexattn eager", "1", sdpa()), Implementation("mod", "1", missing, is_of_mods=True)]
+    mod = Implementation("mod", "1", missing, serves=lambda workload, direction: workload.group == MODS)
+    candidates = [Implementation("flexattn eager", "1", sdpa()), mod]
     done = run.run(both._replace(implementations=candidates), show=lambda _: None, timer=FakeTimer())
     assert [(r.workload, r.implementation) for r in done.rows] == [
         ("s16", "flexattn eager"),
@@ -538,7 +545,7 @@ def test_compiling_alone_in_processes_measures_nothing(monkeypatch: pytest.Monke
         monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("ran in this process"))
     arguments = ["--shapes", "small-*", "--directions", "forward", "--peers", "SDPA flash", "--compile-only"]
     assert command.main([*arguments, "--compile-processes", "2", "--budget-s", "9"]) == 0
-    same = ["--directions", "forward", "--backends", "*", "--peers", "SDPA flash", "--flex-mode", "default"]
+    same = ["--directions", "forward", "--backends", "eager", "--peers", "SDPA flash", "--flex-mode", "default"]
     assert asked == [(same, ["small-s128", "small-s256", "small-s512"], 2, 9.0)]
     assert "compiled in 2 processes: 3 s" in capsys.readouterr().out
 

@@ -214,4 +214,4 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     [kernels] = kernels_with((blackwell_backward,), where, fault, tmp_path)
     dim = 128 if "d 128" in name else 64  # with one stage of dout, or as many as of q
     inputs = {"lengths_q": [400], "lengths_kv": [140], "num_heads": 2, "num_heads_kv": 1, "head_dim_qk": dim, "head_dim_v": dim}
-    assert_found(seeds, lambda seed: run(seed, {"attn_mask_type": "causal"}, kernels, **inputs), HARMLESS)
+    assert_found(seeds, lambda seed: [run(seed, {"attn_mask_type": "causal"}, kernels, **inputs)], HARMLESS)

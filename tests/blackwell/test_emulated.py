@@ -235,4 +235,4 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     where, fault = FAULTS[name]
     [kernels] = kernels_with((blackwell_forward,), where, fault, tmp_path)
     case = case_of({"attn_mask_type": "causal"}, lengths_q=[600], lengths_kv=[600], num_heads=3, num_heads_kv=1, outliers=True)
-    assert_found(seeds, lambda seed: run(seed, *case, kernels), HARMLESS)
+    assert_found(seeds, lambda seed: [run(seed, *case, kernels)], HARMLESS)

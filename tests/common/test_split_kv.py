@@ -47,10 +47,10 @@ BF16 = torch.bfloat16
 def split_in(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Keys are split in so many parts from here on; the list counts the times that parts were combined."""
     combined: list[int] = []
-    for module, launcher in ((forward_kernels, forward_kernels), (hopper_forward, forward_launch)):
+    for module in (forward_kernels, forward_launch):
         monkeypatch.setattr(module, "number_of_splits", lambda *_: count)
         monkeypatch.setattr(
-            launcher, "combine_parts", lambda *given: (combined.append(given[1].out.shape[0]), splits.combine_parts(*given))
+            module, "combine_parts", lambda *given: (combined.append(given[1].out.shape[0]), splits.combine_parts(*given))
         )
     return combined
 

@@ -62,6 +62,10 @@ def check(inputs: Any, dout: torch.Tensor | None = None, **arguments: Any) -> No
         {"attn_mask_type": "causal"},
         {"window_size": (60, 2**40)},
         {"attn_mask_type": "causal_bottom_right", "lengths_q": [37, 37], "softmax_scale": 0.3},
+        {"attn_mask_type": "causal_bottom_right"},
+        {"window_size": (5, 2)},
+        {"attn_mask_type": "causal", "window_size": (5, 0)},
+        {"attn_mask_type": "causal_bottom_right", "window_size": (60, 0)},
         {"bias": (1, 1, 37, 53), "bias_type": "post_scale_bias"},
         {"bias": (2, 4, 1, 53), "bias_type": "pre_scale_bias"},
     ],
@@ -124,8 +128,9 @@ def test_what_is_not_finite_is_left_to_the_blocks(asked: list[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"window_size": (5, 2)},
-        {"attn_mask_type": "causal_bottom_right"},
+        {"attn_mask_type": "causal_bottom_right", "lengths_q": [53, 53]},  # the first rows see no key
+        {"window_size": (5, 2), "lengths_q": [400, 400], "lengths_kv": [400, 400]},  # of many scores, most are hidden
+        {"attn_mask_type": "causal_bottom_right", "bias": torch.zeros(1, 1, 17, 23), "bias_type": "post_scale_bias"},
         {"softcap": 3.0},
         {"return_max_logit": True},
         {"bias_type": "alibi"},
@@ -136,10 +141,30 @@ def test_what_is_not_finite_is_left_to_the_blocks(asked: list[str]) -> None:
     ids=lambda arguments: "-".join(map(str, arguments)),
 )
 def test_calls_that_it_does_not_compute(arguments: dict[str, Any]) -> None:
-    inputs = make_inputs(lengths_q=[17, 17], lengths_kv=[23, 23])
-    spec, x = call_of(inputs, **arguments)
+    lengths = {"lengths_q": [17, 17], "lengths_kv": [23, 23]}
+    given = {name: value for name, value in arguments.items() if name not in lengths}
+    inputs = make_inputs(**lengths | {name: value for name, value in arguments.items() if name in lengths})
+    spec, x = call_of(inputs, **given)
     assert not cpu_attention.takes(spec, x)
     assert cpu_attention.takes(*call_of(inputs))
+
+
+def test_hidden_keys_may_be_anything(asked: list[str]) -> None:
+    """The blocks leave out keys that no row sees. The operator reads them, so it has no results if they are not finite."""
+    given = {"attn_mask_type": "causal_bottom_right", "window_size": (4, 0)}
+    for name, value in (("k", float("nan")), ("v", float("inf"))):
+        results = []
+        for hidden in (value, 0.0):
+            inputs = make_inputs(lengths_q=[16, 16], lengths_kv=[40, 40])
+            getattr(inputs, name)[:, :8] = hidden
+            asked.clear()
+            spec, x = call_of(inputs, **given)
+            out, lse, _ = eager_backend.forward(spec, x)
+            gradients = eager_backend.backward(spec, x, out, lse, make_dout(inputs), None)
+            results.append((out, lse, gradients.dq, gradients.dk, gradients.dv))
+            assert asked == ([] if hidden else ["forward", "backward"])
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 def test_other_head_dims_of_v_packed_sequences_and_other_dtypes() -> None:
@@ -152,12 +177,13 @@ def test_other_head_dims_of_v_packed_sequences_and_other_dtypes() -> None:
         assert not cpu_attention.takes(*call_of(inputs))
 
 
-@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "window"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 def test_kept_calls(fmt: str, mask: str) -> None:
     """The second and later ones reuse the results of shape analysis; each is right, with its layout, and so are its gradients."""
     call_cache.clear_cache()
-    call: dict[str, Any] = {"qkv_format": fmt, "attn_mask_type": mask}
+    band = {"window_size": (3, 1)} if mask == "window" else {"attn_mask_type": mask}
+    call: dict[str, Any] = {"qkv_format": fmt, **band}
     for turn in range(4):
         generator = torch.Generator().manual_seed(turn)
         sizes = [{"b": 2, "s": 20, "h": heads, "d": 16} for heads in (4, 2, 2)]

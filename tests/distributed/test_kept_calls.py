@@ -7,7 +7,7 @@ from tests.conftest import FreshPython
 CALLS = """
 import os, torch, torch.distributed as dist
 import flexattn
-from flexattn import distributed
+from flexattn import call_cache, distributed
 from flexattn.distributed import whole_call
 
 dist.init_process_group("gloo", "tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -82,10 +82,12 @@ for wrong in ({"softcap": True}, {"return_lse": 1}, {"softmax_scale": -1.0}, {"s
     except (TypeError, ValueError):
         continue
     raise AssertionError(wrong)
-whole_call.MOST_CALLS = 3
-for n in range(1, 6):
-    is_checked(q, k, v, softmax_scale=float(n))
-    assert len(whole_call._kept) <= max(3, n), n
+call_cache.clear_cache()
+call_cache.MOST_CALLS = 8
+for n in range(1, 20):
+    assert is_checked(q, k, v, softmax_scale=float(n)), n
+    assert call_cache.cache_info()["size"] <= 8, n
+assert is_checked(q, k, v, softmax_scale=1.0)  # dropped
 dist.destroy_process_group()
 """
 

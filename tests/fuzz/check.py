@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from tests.fuzz import in_fp8
 from tests.fuzz.calls import Call
 from tests.fuzz.config import HALF, Config, Where, draw_config, varied
+from tests.fuzz.delta import ADDED_AT_ONCE, delta_errors, is_cut, row_of_out
 from tests.fuzz.modes import attend
 from tests.fuzz.oracle import Problem, Result, exact, plain
 from tests.support.guarded_memory import Allocations
@@ -27,7 +29,6 @@ STEPS, CANCELLED, STEPS_OF_DOUBLE = 4.0, 32.0, 256.0
 STEPS_OF_TENSOR_CORES = 8.0
 # In the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many, times the largest of a key.
 SCORE_STEPS, OUT_STEPS = 8.0, 8.0
-ADDED_AT_ONCE = 16  # products that a tensor core adds to a sum before it cuts it: up to a unit in the last place is lost each time
 STEEPEST = {"affine": 2.0, "checkered": 3.0}  # by which a score_mod multiplies that gradient
 MULTIPLY = ("gated",)  # score_mods whose captures multiply a score, and so get its gradient, with its error, times the score
 DP = 16.0  # the size of dp, a product of rows of dout and v, which cancels against delta
@@ -67,11 +68,19 @@ class Verdicts:
         self.limit(what, is_wrong.double(), torch.zeros_like(is_wrong, dtype=torch.float64))
 
     def close(
-        self, what: str, got: Tensor, ref: Tensor, same_dtype: Tensor, factor: float, rounding: Tensor, least: Tensor | float = 0.0
+        self,
+        what: str,
+        got: Tensor,
+        ref: Tensor,
+        same_dtype: Tensor,
+        factor: float,
+        rounding: Tensor,
+        least: Tensor | float = 0.0,
+        noise: Tensor | None = None,
     ) -> None:
         """err(got, ref) <= factor * err(same_dtype, ref) + rounding of ref's size, in the maximum and in the root mean square.
 
-        least: granted in any case.
+        least: granted in any case. noise: an error of each number; its size is granted too.
         """
         if not ref.numel():
             return
@@ -79,6 +88,8 @@ class Verdicts:
         size = ref.abs().masked_fill(ref.isinf(), 0.0)
         for kind, norm in (("largest", torch.amax), ("rms", _rms)):
             granted = torch.where(rounding == torch.inf, rounding, factor * norm(budget) + rounding * norm(size) + least)
+            if noise is not None:
+                granted = granted + norm(noise.abs())
             self.limit(f"{what}, {kind} error", norm(errors), granted)
 
     def failures(self) -> list[str]:
@@ -101,13 +112,14 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
     problem, dtype, is_double = call.problem(), config.dtype, config.dtype is torch.float64
     seeds = {"dout": call.dout, "dlse": call.dlse}
     meant = call.meant
-    ref, same = (oracle(problem, meant, **seeds, wanted=wanted) for oracle in (exact, plain))
+    ref = exact(problem, meant, **seeds, wanted=wanted, delta_errors=partial(delta_errors, call))
+    same = plain(problem, meant, **seeds, wanted=wanted)
     eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
     tanh_error = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
     score_error = ref.largest * eps + tanh_error
-    is_cut = dtype is torch.float32 and _is_cut(config)
-    steps = STEPS_OF_DOUBLE if is_double else STEPS_OF_TENSOR_CORES if is_cut else STEPS
-    vague = _row_of_out(ref.is_vague, config.q_format)
+    cuts = dtype is torch.float32 and is_cut(config)
+    steps = STEPS_OF_DOUBLE if is_double else STEPS_OF_TENSOR_CORES if cuts else STEPS
+    vague = row_of_out(ref.is_vague, config.q_format)
     for name, t in got.items():
         what = f"{when}: {name}"
         if name == "out":
@@ -161,16 +173,18 @@ def _compare_gradient(
     # exact, and nothing else may be left of a gradient.
     out_eps = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
     steepness = STEEPEST.get(config.score_mod or "", 1.0)
-    cuts = config.head_dim_v / ADDED_AT_ONCE if _is_cut(config) else 0.0
+    cuts = config.head_dim_v / ADDED_AT_ONCE if is_cut(config) else 0.0
     delta_error = steepness * (SCORE_STEPS + cuts) * eps * config.head_dim_v**0.5
     if out_eps and call.dout is not None and ref.out.numel():
-        rounded_out = torch.where(_row_of_out(ref.is_rounded, config.q_format), ref.out * call.dout.double(), 0.0)
+        rounded_out = torch.where(row_of_out(ref.is_rounded, config.q_format), ref.out * call.dout.double(), 0.0)
         delta_error = delta_error + steepness * OUT_STEPS * out_eps / 2 * rounded_out.nan_to_num().square().sum(-1).max().sqrt()
-    if name in ("q", "k", "v"):
-        queries = (
-            sum(problem.q.lengths) * config.group / max(1, len(problem.q.lengths)) if name == "k" else 1.0
-        )  # that a key sums over
-        rounded = torch.as_tensor(delta_error * problem.scale * max(1.0, queries) ** 0.5, dtype=torch.float64, device=got.device)
+    noise = ref.noise.get(name)
+    if noise is not None and name == "k":  # it adds up over queries with the signs of one draw, as plain torch's error does
+        noise = GRADIENT_FACTOR * noise
+    if name in ("q", "k"):
+        least = torch.where(wanted.any(), 0.0, NOTHING)
+    elif name == "v":
+        rounded = torch.as_tensor(delta_error * problem.scale, dtype=torch.float64, device=got.device)
         least = torch.where(wanted.any(), rounded, rounded.clamp(min=NOTHING))
     else:  # sums of the gradients of many scores, which may cancel altogether
         terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
@@ -178,19 +192,7 @@ def _compare_gradient(
         least = (
             (cancelled * (ref.dscore + DP) + out_eps / 4.0 * ref.dscore + delta_error / 4.0) * score_error * max(1.0, terms) ** 0.5
         )
-    verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)
-
-
-def _is_cut(config: Config) -> bool:
-    """Tells if tensor cores add."""
-    return (config.where.backend, config.where.device) == ("triton", "cuda")
-
-
-def _row_of_out(statistic: Tensor, q_format: str) -> Tensor:
-    """Returns a tensor of lse's shape, a number a row, to broadcast over out."""
-    if q_format == "thd":
-        return statistic.T[..., None]
-    return statistic.permute(["bhs".index(dim) for dim in q_format[:-1]])[..., None]
+    verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least, noise)
 
 
 def repeats_to_the_bit(config: Config, name: str) -> bool:

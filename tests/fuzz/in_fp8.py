@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tests.fuzz.calls import Call
-from tests.fuzz.oracle import exact
+from tests.fuzz.delta import fp8_delta_deviations
+from tests.fuzz.oracle import Result, exact
 
 WEIGHTS = 2.0**-3  # share of a sum of weights times magnitudes of v: E4M3 rounds the weights, and their sum
 LSE = 0.06  # twice the largest error in notes/measured_fp8.md (Sums of weights)
 # Limits of the error's root mean square by the result's: q, k and v are rounded too, and scores are sums of their products.
 RELATIVE, OF_INPUTS, OF_PRODUCTS = 0.3, 0.3, 2.0**-3
-NOTHING = 2e-3
+NOTHING, CANCELLED = 2e-3, 0.02  # in out, and in a gradient
 
 
 class Limits(Protocol):
@@ -26,7 +28,7 @@ class Limits(Protocol):
 def compare(verdicts: Limits, when: str, call: Call, got: dict[str, Tensor]) -> None:
     """Compares the results of a call with q, k and v in FP8, or quantised by a recipe, with the oracle's."""
     meant, problem = call.meant, call.problem()
-    ref = exact(problem, meant, call.dout, call.dlse, call.wanted)
+    ref = exact(problem, meant, call.dout, call.dlse, call.wanted, partial(fp8_delta_deviations, call))
     is_rounded = call.config.fp8_of == "recipe"
     finite = ref.max_logit.masked_fill(ref.max_logit.isinf(), 0.0).abs()
     score_error = OF_INPUTS + OF_PRODUCTS * float(finite.max()) if is_rounded and finite.numel() else 0.0
@@ -48,12 +50,17 @@ def compare(verdicts: Limits, when: str, call: Call, got: dict[str, Tensor]) -> 
         elif name in ("out", "dq", "dk", "dv"):
             wanted = ref.out if name == "out" else ref.gradients[name[1:]]
             if wanted.numel():
-                verdicts.limit(what, _rms(t.double() - wanted), RELATIVE * _rms(wanted) + _least(call, name))
+                verdicts.limit(what, _rms(t.double() - wanted), RELATIVE * _rms(wanted) + _least(ref, name))
 
 
-def _least(call: Call, name: str) -> float:
-    """Returns the error that is allowed if a gradient nearly cancels; it is of the size of the terms."""
-    return NOTHING if name == "out" else 0.02
+def _least(ref: Result, name: str) -> Tensor | float:
+    """Returns the error that is allowed if a gradient nearly cancels; it is of the size of the terms, or what delta's rounding
+    makes of it.
+    """
+    if name == "out":
+        return NOTHING
+    noise = ref.noise.get(name[1:])
+    return CANCELLED if noise is None else _rms(noise).clamp(min=CANCELLED)
 
 
 def _limit(verdicts: Limits, what: str, error: Tensor, limit: float) -> None:

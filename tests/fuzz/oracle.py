@@ -60,19 +60,30 @@ class Result(NamedTuple):
     is_rounded: Tensor  # bool, shaped like lse: out is not the value of a single key, which a 16-bit dtype holds exactly
     is_vague: Tensor  # bool, shaped like lse: it is beyond LARGE, and others are so near that a rounding decides
     largest: Tensor  # the largest score of each of the other rows: the largest of these, by magnitude
+    noise: dict[str, Tensor]  # what errors of delta, one a row, make of the gradients of q and k
 
 
 Rounding = Callable[[Tensor], Tensor]
 
 
-def exact(problem: Problem, tensors: dict[str, Tensor], dout: Tensor | None, dlse: Tensor | None, wanted: Sequence[str]) -> Result:
-    """Returns the results in float64. tensors: by their names in attention(), or their own names if mods capture them."""
+def exact(
+    problem: Problem,
+    tensors: dict[str, Tensor],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Sequence[str],
+    delta_errors: Callable[[Result], Tensor] | None = None,
+) -> Result:
+    """Returns the results in float64. tensors: by their names in attention(), or their own names if mods capture them.
+
+    delta_errors: returns an error of delta for each row, shaped like lse, of which `noise` is made.
+    """
     is_rounded = problem.is_extreme and tensors["q"].dtype is not torch.float64
 
     def rounding(x: Tensor) -> Tensor:
         return torch.where(x.abs() > LARGE, x.float().double(), x) if is_rounded else x
 
-    return _results(problem, tensors, dout, dlse, wanted, torch.float64, rounding)
+    return _results(problem, tensors, dout, dlse, wanted, torch.float64, rounding, delta_errors)
 
 
 def plain(problem: Problem, tensors: dict[str, Tensor], dout: Tensor | None, dlse: Tensor | None, wanted: Sequence[str]) -> Result:
@@ -96,6 +107,7 @@ def _results(
     wanted: Sequence[str],
     dtype: torch.dtype,
     rounding: Rounding,
+    delta_errors: Callable[[Result], Tensor] | None = None,
 ) -> Result:
     leaves = {name: t.detach().to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     leaves = {name: t.clone().requires_grad_() if name in wanted else t for name, t in leaves.items()}
@@ -107,6 +119,14 @@ def _results(
             seeds.append(torch.where(as_output(is_real, problem.q, tensors["q"].shape), seed.to(dtype), 0.0))
     sources = [scores, *(leaves[name] for name in wanted)] if scores.requires_grad else [leaves[name] for name in wanted]
     found: Sequence[Tensor | None] = [None] * len(sources)
+    names = [name for name in ("q", "k") if name in wanted]
+    if delta_errors is not None and names and result.lse.requires_grad:
+        # The gradient of a score is p * (dp - delta): an error of delta acts as a gradient of lse does.
+        is_row = _to_lse_format(is_real, problem.q, tensors["q"].shape)
+        errors = torch.where(is_row, delta_errors(result), 0.0)
+        leaves_of_lse = [leaves[name] for name in names]
+        noise = torch.autograd.grad(result.lse, leaves_of_lse, errors, retain_graph=True, allow_unused=True)
+        result = result._replace(noise={name: t for name, t in zip(names, noise, strict=True) if t is not None})
     if outputs and sources:
         found = torch.autograd.grad(outputs, sources, seeds, allow_unused=True)
     zeros = [torch.zeros_like(source) if gradient is None else gradient for source, gradient in zip(sources, found, strict=True)]
@@ -199,7 +219,11 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     out = _to_format(_scattered(out.permute(0, 2, 1, 3), q_rows, total_q, 0.0), p.q, x["q"].shape)
     is_real = _scattered(q_real[..., None, None], q_rows, total_q, False)
     max_logit = row_max.amax((0, 2)) if batch else row_max.new_full((heads,), NEG_INF)
-    return Result(out, lse, max_logit, {}, size.new_zeros(()), s.numel(), is_level, is_rounded, is_vague, largest), scores, is_real
+    return (
+        Result(out, lse, max_logit, {}, size.new_zeros(()), s.numel(), is_level, is_rounded, is_vague, largest, {}),
+        scores,
+        is_real,
+    )
 
 
 def press_slopes(heads: int) -> list[float]:

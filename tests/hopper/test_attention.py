@@ -25,13 +25,13 @@ from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule, zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED, HopperTile, select_hopper_backward_tile
 from flexattn.kernels_triton.families import Policy
-from flexattn.kernels_triton.gluon import dq_sums, work_order
+from flexattn.kernels_triton.gluon import dq_sums, forward_launch, work_order
 from flexattn.kernels_triton.gluon.descriptors import batch_steps, batch_steps_of, descriptor_error
 from flexattn.kernels_triton.gluon.work_order import query_heads_per_l2_section, section_of_one_size
 from flexattn.kernels_triton.hopper import backward as backward_kernels
 from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
 from flexattn.kernels_triton.hopper import backward_fused_192 as fused_192_kernels
-from flexattn.kernels_triton.hopper import conditions
+from flexattn.kernels_triton.hopper import conditions, fused_launch
 from flexattn.kernels_triton.hopper import forward as forward_kernels
 from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
@@ -524,13 +524,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of all launches, by these kernels if they can run the call."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "always")
     seen: list[str] = []
-    launch = forward_kernels.launch
+    launch = forward_launch.launch
 
     def noted(kernel: Any, *arguments: Any) -> None:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    for module in (forward_kernels, backward_kernels, fused_kernels, fused_192_kernels, dq_sums, statistics):
+    for module in (forward_launch, backward_kernels, fused_launch, fused_192_kernels, dq_sums, statistics):
         monkeypatch.setattr(module, "launch", noted)
     return seen
 

@@ -364,10 +364,10 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         dq_consumer,
         move("arrive(ds_empty)", before="warpgroup_mma_wait([dq, ds])"),
     ),
-    "dk and dv: q is read before it has come": (dkdv_consumer, drop("wait(scores_full)", within="consume_dkdv")),
+    "dk and dv: q is read before it has come": (dkdv_consumer, drop("wait(scores_full)", within="_consume_dkdv_rows")),
     "dk and dv: the gradients are stored without a fence": (
         dkdv_consumer,
-        drop("fence_async_shared()", within="consume_dkdv"),
+        drop("fence_async_shared()", within="_consume_dkdv_rows"),
     ),
     "one pass: q is read before it has come": (fused_consumer, drop("wait(q_full)")),
     "one pass, two tiles of dq: dq is summed before the other half of ds is there": (

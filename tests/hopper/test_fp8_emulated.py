@@ -21,12 +21,13 @@ from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.gluon import forward_partition, forward_work
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
+from flexattn.kernels_triton.hopper import backward_fused_192 as hopper_fused_192
 from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands, fused_consumer
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.mods.trace import trace_mods
-from flexattn.testing import make_call, make_dout, make_inputs
+from flexattn.testing import make_call, make_dout, make_inputs, reference_attention
 from tests.support import fp8_calls, inject
 from tests.support.gluon_calls import BANDS, EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.support.hopper_fp8_calls import (
@@ -95,6 +96,14 @@ def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head"
     # A persistent kernel waits for a block's last q when it loads k and v. It waits again when it loads the next data there.
     harmless = HARMLESS | ({"phase-repeat"} if inputs.get("is_persistent") else set())
     assert {finding.kind for finding in report.findings} <= harmless, f"seed {seed}: {report}"
+
+
+def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets calls on a CPU take the backwards of sm_90, whatever was measured."""
+    for module in (fp8_backward_operands, conditions, families):
+        monkeypatch.setattr(module, "capability_of", lambda device: 90)
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
+    monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))
 
 
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]
@@ -314,6 +323,41 @@ def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) 
 
 
 @without_gpu
+@pytest.mark.parametrize(
+    ("place", "dims", "kernel"),
+    [
+        (0, (64, 64), "_attn_bwd_fused_fp8_hopper_kernel"),
+        (1, (128, 128), "_attn_bwd_dq_fp8_hopper_kernel"),
+        (1, (256, 256), "_attn_bwd_dq_fp8_hopper_kernel"),
+        (2, (64, 64), "_attn_bwd_fused_hopper_kernel"),
+        (3, (192, 128), "_attn_bwd_fused_192_hopper_kernel"),
+        (4, (64, 64), "_attn_bwd_dq_hopper_kernel"),
+        (5, (64, 64), None),  # portable
+    ],
+)
+def test_a_longest_sequence_above_the_number_of_packed_queries(
+    place: int, dims: tuple[int, int], kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is then room for more scales of dout than there are blocks of rows: each head still reads its own scales."""
+    on_sm_90(monkeypatch)
+    monkeypatch.setitem(families.BACKWARDS, True, (families.BACKWARDS[True][place], families.PORTABLE_BACKWARD))
+    lengths = {"lengths_q": [70, 9], "lengths_kv": [80, 9], "num_heads": 3, "num_heads_kv": 3}
+    given = make_inputs("thd", **lengths, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16)
+    spec, x = fp8_calls.make_fp8_call(given, attn_mask_type="padding_causal")
+    out, lse, _ = reference_attention(spec, x)
+    dout = make_dout(given) * torch.tensor([1.0, 30.0, 1e3], dtype=torch.bfloat16)[:, None]
+    found = []
+    for longest in (70, 129, 512):
+        with emulated(5, hopper_fp8_fused, hopper_fp8_backward, hopper_fused, hopper_fused_192, hopper_backward) as reports:
+            call = x._replace(max_seqlen_q=longest)
+            found.append(triton_backend.backward(spec, call, out.bfloat16(), lse.float(), dout, None)[:3])
+        assert kernel in reports if kernel else not reports
+    assert all(gradient.isfinite().all() for gradient in found[0])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+@without_gpu
 def test_softcap_and_bias_backward() -> None:
     inputs = {"lengths_q": [150], "lengths_kv": [200], "num_heads": 2, "num_heads_kv": 1}
     check_backward_of(4, {"attn_mask_type": "causal", "softcap": 3.0}, "block", **inputs)
@@ -348,10 +392,10 @@ _HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
         (128, "block", {}, {"_attn_bwd_fused_hopper_kernel"}),  # its blocks are half as long as the kernel's tiles
         (64, "head", {"deterministic": True}, _FP8_PAIR),
         (64, "block", {"deterministic": True}, _HALF_PAIR),
-        (192, "tensor", {}, _HALF_PAIR),  # packed queries of its tile are refused, see fp8_backward.unsupported
+        (192, "tensor", {}, _FP8_PAIR),
         (64, "head", {"mods": _softcap_and_documents()}, {"_attn_bwd_fused_fp8_hopper_kernel"}),
         (128, "head", {"mods": _softcap_and_documents(), "deterministic": True}, _FP8_PAIR),
-        (256, "tensor", {"mods": _softcap_and_documents()}, _HALF_PAIR),
+        (256, "tensor", {"mods": _softcap_and_documents()}, _FP8_PAIR),
     ],
 )
 def test_a_backward_runs_on_the_kernels_chosen_for_it(
@@ -359,10 +403,7 @@ def test_a_backward_runs_on_the_kernels_chosen_for_it(
 ) -> None:
     """It runs in FP8 if the kernel takes it, otherwise in a half type after a dequantisation; the reference is in fp64."""
     modules = (hopper_fp8_fused, hopper_fp8_backward, hopper_fused, hopper_backward)
-    for module in (fp8_backward_operands, conditions, families):
-        monkeypatch.setattr(module, "capability_of", lambda device: 90)
-    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
-    monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))
+    on_sm_90(monkeypatch)
     lengths = {"lengths_q": [70, 0, 9], "lengths_kv": [80, 9, 65], "num_heads": 2, "num_heads_kv": 1, "gap": 2}
     given = make_inputs("thd", **lengths, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16)
     with emulated(6, *modules) as reports:

@@ -164,29 +164,29 @@ def test_pages(page_size: int, dim: int) -> None:
     assert not report.findings, str(report)
 
 
-# With a capability whose tile at head dim 128 has the form of the loop: 80 has rings, and 89 one buffer for k and one for v
+# With a head dim whose tile has the form of the loop: 64 has rings, and 128 one buffer for k and one for v
 FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
-    "a block is multiplied before it has come": (mma_forward, 80, drop("wait_group(0)", within="_take_blocks", nth=0)),
-    "k is multiplied before it has come": (mma_forward, 89, drop("wait_group(0)", within="_take_blocks", nth=0)),
-    "v is multiplied before it has come": (mma_forward, 89, drop("wait_group(0)", within="_take_blocks", nth=1)),
-    "a wait leaves a group out": (mma_forward, 80, with_argument("wait_group(0)", 0, "1", within="_take_blocks", nth=0)),
-    "copies are in no group": (mma_forward, 80, drop("commit_group()", within="_take_blocks", nth=0)),
-    "v is in no group": (mma_forward, 89, drop("commit_group()", within="_take_blocks", nth=1)),
+    "a block is multiplied before it has come": (mma_forward, 64, drop("wait_group(0)", within="_take_blocks", nth=0)),
+    "k is multiplied before it has come": (mma_forward, 128, drop("wait_group(0)", within="_take_blocks", nth=0)),
+    "v is multiplied before it has come": (mma_forward, 128, drop("wait_group(0)", within="_take_blocks", nth=1)),
+    "a wait leaves a group out": (mma_forward, 64, with_argument("wait_group(0)", 0, "1", within="_take_blocks", nth=0)),
+    "copies are in no group": (mma_forward, 64, drop("commit_group()", within="_take_blocks", nth=0)),
+    "v is in no group": (mma_forward, 128, drop("commit_group()", within="_take_blocks", nth=1)),
     "the next k overwrites the one that is multiplied": (
         mma_forward,
-        80,
+        64,
         with_argument("_copy_k(following)", 2, "slot", within="_take_blocks"),
     ),
     "the next v overwrites the one that is multiplied": (
         mma_forward,
-        80,
+        64,
         with_argument("_copy_v(following)", 2, "slot", within="_take_blocks"),
     ),
-    "v of another block": (mma_forward, 80, with_argument("_copy_v(following)", 3, "column", within="_take_blocks")),
-    "the first k is in the other stage": (mma_forward, 80, with_argument("_copy_k(column)", 2, "1", within="_compute_tile")),
-    "the program ends under a copy": (mma_forward, 80, drop("wait_group(0)", within="_compute_tile", nth=1)),
-    "out is not rescaled": (mma_forward, 80, with_argument("_add_values(weights)", 0, "acc0", within="_take_blocks", nth=0)),
-    "rows past the end are read": (copies, 80, with_argument("gl.minimum(length)", 1, "2**20", within="_copy_part_of_keys")),
+    "v of another block": (mma_forward, 64, with_argument("_copy_v(following)", 3, "column", within="_take_blocks")),
+    "the first k is in the other stage": (mma_forward, 64, with_argument("_copy_k(column)", 2, "1", within="_compute_tile")),
+    "the program ends under a copy": (mma_forward, 128, drop("wait_group(0)", within="_compute_tile", nth=1)),
+    "out is not rescaled": (mma_forward, 64, with_argument("add_product(weights)", 0, "acc0", within="_take_blocks", nth=0)),
+    "rows past the end are read": (copies, 64, with_argument("gl.minimum(length)", 1, "2**20", within="_copy_part_of_keys")),
 }
 
 
@@ -196,8 +196,8 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
 # round robin and random; eager, lazy and random
 @pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
 def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
-    where, capability, fault = FAULTS[name]
+    where, dim, fault = FAULTS[name]
     [kernels] = kernels_with((mma_forward,), where, fault, tmp_path)
     inputs = {"lengths_q": [300, 20], "lengths_kv": [300, 0], "num_heads": 3, "num_heads_kv": 1, "outliers": True}
-    case = case_of({"attn_mask_type": "padding_causal"}, qkv_format="thd", **inputs)
-    assert_found(seeds, lambda seed: run(seed, *case, kernels, capability=capability))
+    case = case_of({"attn_mask_type": "padding_causal"}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **inputs)
+    assert_found(seeds, lambda seed: [run(seed, *case, kernels)])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexattn
-from flexattn import Window, distributed
+from flexattn import Window, call_cache, distributed
 from flexattn.block_mask import ordered
 from flexattn.distributed import exchange, gather, slices
 from flexattn.distributed import layout as chunks
@@ -231,6 +231,7 @@ def way_of(way: str) -> str:
     exchange.MOST_RANKS = 0 if how == "packed" else MOST_RANKS
     gather._work.cache_clear()
     gather._slices.cache_clear()
+    call_cache.clear_cache()  # kept calls have the lists of both
     return strategy
 
 

@@ -1,10 +1,12 @@
-"""The arguments of the two kernels of the FP8 backward for sm_90, and their data in shared memory, by name."""
+"""The arguments of the kernels for dq and for dk and dv for sm_90, by name. Fields with a default are those of FP8."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Pointer, Scores
 from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import Step
@@ -15,29 +17,28 @@ from flexattn.kernels_triton.gluon.tile_scheduler import Work
 
 class DqDescriptors(NamedTuple):
     q: Pair
+    dout: TensorDescriptor
     k: Pair
-    k16: Pair
+    v: TensorDescriptor
     dq: Pair | None  # None if dq is fp32
-    dout: Any
-    v: Any
+    k16: Pair | None = None
 
 
 class DqSteps(NamedTuple):
     q: Step
     dout: Step
     k: Step
-    k16: Step
     v: Step
     dq: Step
+    k16: Step | None = None
 
 
 class DqArguments(NamedTuple):
     descriptors: DqDescriptors
-    statistics_ptr: Any
+    statistics_ptr: Pointer
     tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
-    descales: Descales
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
@@ -46,32 +47,7 @@ class DqArguments(NamedTuple):
     dropout: Dropout | None  # None: no dropout
     lists: BlockMaskLists | None  # lists of key blocks
     dq32: Fp32Rows | None  # output for dq in fp32
-
-
-class DqTiles(NamedTuple):
-    """In shared memory: q, dout and dq by consumer, k, v and the factors by stage."""
-
-    q: Pair
-    k: Pair
-    k16: Pair
-    dq: Pair
-    dout: Any
-    v: Any
-    factors: Any
-
-
-class DqBarriers(NamedTuple):
-    q_full: Any
-    full8: Any  # k and v in FP8
-    empty8: Any
-    full16: Any  # k in 16 bits
-    empty16: Any
-    dq_full: Any
-
-
-class DqBuffers(NamedTuple):
-    tiles: DqTiles
-    barriers: DqBarriers
+    descales: Descales | None = None
 
 
 class DqOrigins(NamedTuple):
@@ -87,25 +63,25 @@ class DqOrigins(NamedTuple):
 
 class DkdvDescriptors(NamedTuple):
     q: Pair
-    q16: Pair
+    dout: TensorDescriptor
     k: Pair
+    v: TensorDescriptor
+    statistics: TensorDescriptor
     dk: Pair | None  # None if dk and dv are fp32
-    dout: Any
-    dout16: Any
-    v: Any
-    dv: Any
-    statistics: Any
+    dv: TensorDescriptor | None
+    q16: Pair | None = None
+    dout16: TensorDescriptor | None = None
 
 
 class DkdvSteps(NamedTuple):
     q: Step
-    q16: Step
     dout: Step
-    dout16: Step
     k: Step
     v: Step
     dk: Step
     dv: Step
+    q16: Step | None = None
+    dout16: Step | None = None
 
 
 class DkdvArguments(NamedTuple):
@@ -113,7 +89,6 @@ class DkdvArguments(NamedTuple):
     tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
-    descales: Descales
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
@@ -123,39 +98,7 @@ class DkdvArguments(NamedTuple):
     lists: BlockMaskLists | None  # lists of query blocks
     dk32: Fp32Rows | None  # outputs for dk and dv in fp32
     dv32: Fp32Rows | None
-
-
-class DkdvTiles(NamedTuple):
-    """In shared memory: q, dout, the statistics and the factors by stage, k, v, dk and dv by consumer."""
-
-    q: Pair
-    q16: Pair
-    k: Pair
-    dk: Pair
-    dout: Any
-    dout16: Any
-    v: Any
-    dv: Any
-    statistics: Any
-    factors: Any
-    p: Any  # exchanged between the warpgroups, if columns are split
-    ds: Any
-
-
-class DkdvBarriers(NamedTuple):
-    full8: Any  # q and dout in FP8
-    empty8: Any
-    full16: Any  # dout in 16 bits, and q unless it has separate barriers
-    empty16: Any
-    q16_full: Any
-    q16_empty: Any
-    kv_full: Any
-    dkdv_full: Any
-
-
-class DkdvBuffers(NamedTuple):
-    tiles: DkdvTiles
-    barriers: DkdvBarriers
+    descales: Descales | None = None
 
 
 class DkdvOrigins(NamedTuple):

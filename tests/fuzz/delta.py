@@ -1,0 +1,81 @@
+"""Errors of delta, the sum of out * dout of a row, and of dp, which cancels it if a row has one key, or keys that are alike.
+
+A score's gradient is p * (dp - delta). Where these cancel, what is left is their rounding, of which plain torch has another.
+`oracle.exact` makes noise in the gradients of q and k of such errors, which act as gradients of lse do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.calls import Call
+from tests.fuzz.config import HALF, Config
+from tests.fuzz.oracle import Result
+
+# Roundings of float32 beside cuts; and of out and of p in 16 bits (see `delta_errors`).
+ROW_STEPS, ROW_OUT_STEPS = 4.0, 4.0
+ADDED_AT_ONCE = 16  # products that a tensor core adds to a sum before it cuts it: up to a unit in the last place is lost each time
+
+
+def delta_errors(call: Call, ref: Result) -> Tensor:
+    """Returns a bound of the error of delta and dp in each row, shaped like lse, with the sign of delta.
+
+    - float32: a sum is rounded ROW_STEPS times. A tensor core cuts it head_dim_v / ADDED_AT_ONCE times, and loses half a unit in
+      the last place each time on average. The size is that of a product of dout and v, whose numbers have a size of 1, or of
+      delta, which is dp if there is one key.
+    - 16 bits, with u half of the dtype's eps: p is rounded before its product with v, and then out. If a row has one key whose p is
+      not 1, all columns of out have the same factor, at most 1 + u, and so has delta. Otherwise these are independent errors of
+      at most u of each term, whose standard deviation is u / sqrt(3) times the root of the sum of squares. It is the same for p as
+      for out, because the variance of a column of out is the sum of squares of p. The largest of many rows is 4.5 deviations off:
+      sqrt(2 / 3) * 4.5 = 3.7, at most ROW_OUT_STEPS.
+    """
+    if call.dout is None:
+        return torch.zeros_like(ref.lse)
+    config, terms = call.config, _terms(call, ref)
+    delta = terms.sum(-1)
+    dout = call.dout.double().nan_to_num(0.0, 0.0, 0.0)
+    size = torch.maximum(dout.square().sum(-1).sqrt() / (1.0 - config.dropout_p), delta.abs())
+    cuts = config.head_dim_v / ADDED_AT_ONCE / 2.0 if is_cut(config) else 0.0
+    eps = torch.finfo(torch.float64 if config.dtype is torch.float64 else torch.float32).eps
+    errors = (ROW_STEPS + cuts) * eps * size
+    if config.dtype in HALF:
+        out_error = ROW_OUT_STEPS * terms.square().sum(-1).sqrt() + delta.abs()
+        is_rounded = row_of_out(ref.is_rounded, config.q_format)[..., 0]
+        errors = errors + torch.finfo(config.dtype).eps / 2.0 * torch.where(is_rounded, out_error, 0.0)
+    return _as_lse(errors * delta.sign(), config.q_format)
+
+
+def fp8_delta_deviations(call: Call, ref: Result) -> Tensor:
+    """Returns a bound of the standard deviation of delta in a call in FP8, shaped like lse, with the sign of delta.
+
+    A row of v in FP8 times its scale is rounded to out's dtype, by at most u, even if there is one key, whose weight is exact.
+    """
+    if call.dout is None:
+        return torch.zeros_like(ref.lse)
+    terms = _terms(call, ref)
+    deviations = torch.finfo(call.config.dtype).eps / 2.0 * terms.square().sum(-1).sqrt()
+    return _as_lse(deviations * terms.sum(-1).sign(), call.config.q_format)
+
+
+def _terms(call: Call, ref: Result) -> Tensor:
+    """Returns out * dout, shaped like out; 0 where padding is not finite."""
+    assert call.dout is not None
+    return ref.out.detach() * call.dout.double().nan_to_num(0.0, 0.0, 0.0)
+
+
+def _as_lse(rows: Tensor, q_format: str) -> Tensor:
+    """Returns numbers of rows, laid out as out is, laid out as lse is."""
+    return rows.T if q_format == "thd" else rows.permute([q_format.index(dim) for dim in "bhs"])
+
+
+def is_cut(config: Config) -> bool:
+    """Tells if tensor cores add."""
+    return (config.where.backend, config.where.device) == ("triton", "cuda")
+
+
+def row_of_out(statistic: Tensor, q_format: str) -> Tensor:
+    """Returns a tensor of lse's shape, a number a row, to broadcast over out."""
+    if q_format == "thd":
+        return statistic.T[..., None]
+    return statistic.permute(["bhs".index(dim) for dim in q_format[:-1]])[..., None]

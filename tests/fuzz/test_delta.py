@@ -1,0 +1,87 @@
+"""Budgets of gradients that cancel: of one key, whose score has no gradient, so that dq and dk are roundings of dp minus delta."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fuzz import check, delta, in_fp8
+from tests.fuzz.calls import Call
+from tests.fuzz.check import EAGER, Verdicts
+from tests.fuzz.config import Config, draw_config
+from tests.fuzz.delta import ADDED_AT_ONCE
+
+QUERIES, DIM = 130, 128
+
+
+def config_of_one_key(dtype: torch.dtype, fp8_of: str) -> Config:
+    config = draw_config(0, EAGER._replace(head_dims=(DIM,)))
+    return config._replace(
+        kind="ordinary",
+        dtype=dtype,
+        q_format="bshd",
+        kv_format="bshd",
+        has_lengths=False,
+        lengths_in="",
+        packing="",
+        batch=2,
+        heads_kv=2,
+        group=2,
+        head_dim_qk=DIM,
+        head_dim_v=DIM,
+        mask="",
+        window=("open", "open"),
+        bias_type="no_bias",
+        softmax_type="vanilla",
+        has_scale=False,
+        has_softcap=False,
+        dropout_p=0.0,
+        score_mod=None,
+        mask_mod=None,
+        block_mask=None,
+        extreme=None,
+        wants=frozenset("qk"),
+        loss=frozenset({"out"}),
+        sets=(0, 0, 0),
+        layouts={},
+        page_size=0,
+        fp8="float8_e4m3fn" if fp8_of else "",
+        fp8_of=fp8_of,
+        descales=("one",) * 3,
+        longest=(QUERIES, 1),
+    )
+
+
+def cut_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the sums of products as tensor cores add them: ADDED_AT_ONCE at a time, cut to float32."""
+    total = torch.zeros(a.shape[:-1], dtype=torch.float32)
+    for products in (a.double() * b.double()).split(ADDED_AT_ONCE, -1):
+        exact = total.double() + products.sum(-1)
+        total = exact.float()
+        total = torch.where(total.double().abs() > exact.abs(), torch.nextafter(total, torch.zeros_like(total)), total)
+    return total
+
+
+@pytest.mark.parametrize("size_of_delta", [1.0, 1.01])
+@pytest.mark.parametrize(("dtype", "fp8_of"), [(torch.float16, ""), (torch.bfloat16, ""), (torch.bfloat16, "all")])
+def test_what_rounding_leaves_of_a_score_is_granted(dtype: torch.dtype, fp8_of: str, size_of_delta: float) -> None:
+    """An error of delta of 1 % is not."""
+    config = config_of_one_key(dtype, fp8_of)
+    lengths = (QUERIES, 1)
+    calls = (Call(config, seed) for seed in range(100))
+    call = next(x for x in calls if (x.tensors["q"].shape[1], x.tensors["k"].shape[1]) == lengths)
+    q, k, v = (call.meant[name].detach().double() for name in "qkv")
+    k, v = (t.repeat_interleave(call.config.group, 2) for t in (k, v))
+    dout = call.tensors["dout"].double()
+    out = v.expand_as(dout).to(dtype)
+    ds = cut_sum(dout, v.expand_as(dout)) - size_of_delta * (out.float() * dout.float()).sum(-1)
+    ds = ds.to(dtype).double()[..., None] * call.problem().scale
+    dk = (ds * q).sum(1, keepdim=True).unflatten(2, (-1, call.config.group)).sum(3)
+    got = {"dq": (ds * k).to(dtype), "dk": dk.to(dtype)}
+    judge, verdicts = in_fp8.compare if fp8_of else check.compare, Verdicts()
+    with mock.patch.object(check, "is_cut", return_value=True), mock.patch.object(delta, "is_cut", return_value=True):
+        judge(verdicts, "a call", call, got)
+    assert bool(verdicts.failures()) == (size_of_delta != 1.0)
