@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,14 +128,14 @@ def run(text: bytes, tensors: list[Tensor]) -> list[Tensor]:
 ffi.register(_NAME, run)
 
 
-def on_host(*arrays: jax.Array, call: AppendCall) -> object:
+def on_host(*arrays: jax.Array, call: AppendCall) -> Any:
     """Returns the updated arrays, in a trace for a CPU: torch appends in a handler that XLA calls."""
     shapes = _shapes(call, arrays)
     aliases = {call.names.index(name): i for i, name in enumerate(call.updated(arrays))}
     return jax.ffi.ffi_call(_NAME, shapes, input_output_aliases=aliases)(*arrays, call=call.text)
 
 
-def on_cuda(*arrays: jax.Array, call: AppendCall) -> object:
+def on_cuda(*arrays: jax.Array, call: AppendCall) -> Any:
     """Returns the updated arrays, in a trace for a CUDA device: XLA launches the kernel."""
     signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
     return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)
@@ -188,7 +188,7 @@ def _layout(call: AppendCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
     )
 
 
-def _no_gradient(*_: object, **__: object) -> object:
+def _no_gradient(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
         "append_kv has no gradient but is differentiated; accepted: jax.lax.stop_gradient of the caches and of the new rows"
     )

@@ -147,7 +147,7 @@ class _Kept(NamedTuple):
     """
 
     sources: tuple[str, ...]
-    run: Callable[[Sequence[object]], tuple[object, ...]]
+    run: Callable[[Sequence[Any]], tuple[Any, ...]]
 
     @classmethod
     def of(cls, given: _Given, arguments: Mapping[str, Any], names: tuple[str, str]) -> _Kept | None:
@@ -238,7 +238,7 @@ class _Given(NamedTuple):
         dense = (0, 0) if fmt == "thd" else (int(tensor.shape[fmt.index("b")]), int(tensor.shape[fmt.index("s")]))
         return _Lengths(used, cu, *dense)
 
-    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, object]) -> dict[int, object]:
+    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, Any]) -> dict[int, Any]:
         """Returns the gradients of a state's histories, by the arrays' indices; amaxes: this call's, by the tensors' names."""
         found = {}
         for name, history in zip(SCALED, _HISTORIES, strict=True):
@@ -346,13 +346,13 @@ def _given(given: Mapping[str, Any]) -> _Given:
     return _Given(tuple(arrays), [*arrays.values(), *captures, *lists], static, traced, captures, block_mask)
 
 
-def _array(name: str, value: object) -> object:
+def _array(name: str, value: Any) -> Any:
     if isinstance(value, (jax.Array, np.ndarray)):
         return jnp.asarray(value)  # in JAX's dtype, such as float32 for float64
     raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
 
 
-def _heads(q: jax.Array, qkv_format: object) -> int | None:
+def _heads(q: jax.Array, qkv_format: Any) -> int | None:
     """Returns the number of q's heads, or None if its format is invalid, which the checks report later."""
     fmt = str(qkv_format).partition("_2")[0]
     return int(q.shape[fmt.index("h")]) if "h" in fmt and q.ndim == len(fmt) and q.shape[fmt.index("h")] else None
@@ -378,11 +378,11 @@ def words_of(key: jax.Array) -> jax.Array:
     return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # nonnegative, as in torch
 
 
-def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[object]], tuple[object, ...]]:
+def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns the call as a function of its arrays, with its gradients; names: of out and lse, for checkpoint policies."""
     bound = functools.cache(given.bind)
 
-    def primal(arrays: tuple[jax.Array, ...]) -> tuple[object, ...]:
+    def primal(arrays: tuple[jax.Array, ...]) -> tuple[Any, ...]:
         one, sources = bound((False,) * len(arrays))
         return tuple(bind(forward_p, _operands(arrays, sources), one))
 
@@ -435,7 +435,7 @@ class _Same(NamedTuple):
     place: int
     shape: tuple[int, ...]
 
-    def made(self, arrays: Sequence[jax.Array]) -> object:
+    def made(self, arrays: Sequence[jax.Array]) -> Any:
         """Returns the operand."""
         array = jnp.asarray(arrays[self.place])
         is_words = array.dtype == jnp.uint32  # words of a key, which is int64 [2] in torch
@@ -450,7 +450,7 @@ class _Lengths(NamedTuple):
     batch: int  # sequences and tokens of a dense format
     tokens: int
 
-    def made(self, arrays: Sequence[jax.Array]) -> object:
+    def made(self, arrays: Sequence[jax.Array]) -> Any:
         """Returns the operand, int32 [batch + 1]."""
         slots = jnp.full(self.batch, self.tokens, jnp.int32) if self.slots is None else jnp.diff(arrays[self.slots])
         lengths = slots if self.used is None else jnp.clip(arrays[self.used], 0, slots)

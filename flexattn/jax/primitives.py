@@ -63,7 +63,7 @@ def _abstract(shapes: Any) -> Any:
 def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns arrays that all vary over the same axes of a `jax.shard_map`; if one did not, its gradient is a sum over them."""
     varying = [jax.typeof(x).mat.varying for x in arrays]
-    union: frozenset[object] = frozenset().union(*varying)
+    union: frozenset[Any] = frozenset().union(*varying)
     return [
         jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if axes != union else x
         for x, axes in zip(arrays, varying, strict=True)
@@ -75,7 +75,7 @@ def bind(primitive: Primitive, arrays: Sequence[jax.Array], call: Hashable) -> l
     return list(primitive.bind(*alike(arrays), call=call))
 
 
-def _on_host(name: str, shapes: object) -> object:
+def _on_host(name: str, shapes: Any) -> Any:
     direction = _direction(name)
 
     def run(*arrays: jax.Array, call: Call) -> Any:
@@ -104,20 +104,20 @@ def _direction(name: str) -> Direction:
     return "forward" if name == host.FORWARD else "backward"
 
 
-def _refuse_platform(*arrays: jax.Array, call: Call) -> object:
+def _refuse_platform(*arrays: jax.Array, call: Call) -> Any:
     raise NotImplementedError(
         "flexattn.jax runs on CUDA devices and on CPUs; accepted: a computation on one of those, for example under "
         "jax.default_device(jax.devices('cpu')[0])"
     )
 
 
-def _no_second_order(*_: object, **__: object) -> object:
+def _no_second_order(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
         "attention is differentiated twice, or in forward mode; accepted: first derivatives in reverse mode, by jax.grad or jax.vjp"
     )
 
 
-def primitive(name: str, shapes: object) -> object:
+def primitive(name: str, shapes: Any) -> Any:
     """Returns a new primitive with a parameter `call`; shapes: a function of the call and its operands to the results' shapes."""
     new = Primitive(name)
     new.multiple_results = True
