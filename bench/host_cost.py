@@ -250,12 +250,12 @@ def _te_module() -> Callable[..., Tensor]:
     return attend
 
 
-def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Any:
+def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> object:
     out = forward()
     return torch.autograd.grad(out, leaves, dout if out.shape == dout.shape else torch.ones_like(out))
 
 
-def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
+def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], dout: Tensor) -> dict[str, Callable[[], object]]:
     """Returns backwards over a retained graph: of a repeated call, and for flexattn also of the first call of its kind.
 
     FlexAttention is not measured: torch.compile's backward cannot retain its graph, because it reuses the buffers that the forward
@@ -263,7 +263,7 @@ def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], d
     """
     from flexattn import call_cache
 
-    timed: dict[str, Callable[[], Any]] = {}
+    timed: dict[str, Callable[[], object]] = {}
     for name, forward in forwards.items():
         if name.startswith("FlexAttention"):
             continue
@@ -282,8 +282,8 @@ def _set_family(implementation: str) -> None:
     os.environ["FLEXATTN_HOPPER"] = "always" if "sm_90" in implementation else "never"
 
 
-def _times(timed: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else int
+def _times(timed: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    wait: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_available() else int
 
     def turn(name: str) -> list[float]:
         _set_family(name)
@@ -428,7 +428,7 @@ def cold_start(has_gpu: bool) -> dict[str, float]:
     return {**found, "first call, with no kernel on disk": 1e3 * cold[3]}
 
 
-def _least(function: Callable[[], Any], wait: Callable[[], Any]) -> float:
+def _least(function: Callable[[], object], wait: Callable[[], object]) -> float:
     for _ in range(CALLS):
         function()
     times = []

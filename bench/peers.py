@@ -171,7 +171,7 @@ def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Ten
     if not bottom_right and workload.lengths_q != workload.lengths_kv:
         raise Unavailable(f"the diagonal of {package} is the bottom-right one, and this workload's is not")
     accepted = inspect.signature(function).parameters
-    options: dict[str, Any] = {"causal": workload.is_causal}
+    options: dict[str, object] = {"causal": workload.is_causal}
     if left is not None:
         options["window_size"] = (left, 0 if right is None and workload.is_causal else right)
     wanted = {"softcap": SOFTCAP if workload.score == "softcap" else None, "alibi_slopes": tensors.alibi_slopes}

@@ -97,7 +97,7 @@ class Accumulator:
         self.layout: Layout = operation.accumulator.layout
         self.shape: list[int] = [operation.a.shape[0], operation.b.shape[1]]
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise GluonError(f"the result of a wgmma is used before warpgroup_mma_wait; issued at {show(self.operation.site)}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = to = _refuse
@@ -123,7 +123,7 @@ class Product:
     site: Site
     done: bool = False
 
-    def writes(self, view: Any) -> bool:
+    def writes(self, view: object) -> bool:
         """Returns whether it writes a part of the view."""
         target = self.accumulator
         return isinstance(view, TensorView) and view.allocation is target.allocation and overlap(view.region, target.region)

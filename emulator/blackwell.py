@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from flexattn.emulator.context import program
 from flexattn.emulator.dtypes import DType, Layout
@@ -13,7 +12,7 @@ from flexattn.emulator.tensor import TensorView
 from flexattn.emulator.values import Tensor
 
 
-def _allocate(element_ty: DType, shape: Sequence[Any], layout: Layout, value: Tensor | None = None) -> TensorView:
+def _allocate(element_ty: DType, shape: Sequence[object], layout: Layout, value: Tensor | None = None) -> TensorView:
     return program().allocate_tensor(element_ty, static_shape(shape, "tensor memory"), layout, value)
 
 
@@ -22,11 +21,11 @@ def _mma(
     b: SharedView,
     acc: TensorView,
     *,
-    use_acc: Any = True,
-    pred: Any = True,
+    use_acc: object = True,
+    pred: object = True,
     multicast: bool = False,
     mbarriers: Sequence[SharedView] | None = None,
-    mbarrier_preds: Sequence[Any] | None = None,
+    mbarrier_preds: Sequence[object] | None = None,
 ) -> None:
     if multicast:
         raise NotImplementedError("multicast of the commit of a tcgen05_mma")
@@ -38,14 +37,14 @@ def _mma(
             program().tcgen05_commit(barrier)
 
 
-def _commit(barrier: SharedView, pred: Any = True, descs: Sequence[Any] = ()) -> None:
+def _commit(barrier: SharedView, pred: object = True, descs: Sequence[object] = ()) -> None:
     if descs:
         raise NotImplementedError("a tcgen05_commit to other blocks of a cluster")
     if pred:
         program().tcgen05_commit(barrier)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     "allocate_tensor_memory": _allocate,
     "tcgen05_mma": _mma,
     "tcgen05_commit": _commit,

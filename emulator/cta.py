@@ -63,8 +63,11 @@ class Cta(Scheduler):
     # Partitions
 
     def warp_specialize(
-        self, functions: Sequence[tuple[Callable[..., Any], Sequence[Any]]], warps: Sequence[int], registers: Sequence[int] | None
-    ) -> Any:
+        self,
+        functions: Sequence[tuple[Callable[..., object], Sequence[object]]],
+        warps: Sequence[int],
+        registers: Sequence[int] | None,
+    ) -> object:
         """Runs the default partition and its workers, and returns the result of the default partition."""
         if len(self.partitions) > 1:
             raise GluonError("warp_specialize entered a second time in one program")
@@ -357,7 +360,7 @@ class Cta(Scheduler):
         self.step()
         return self._retire_wgmmas(outstanding, deps)
 
-    def _retire_wgmmas(self, outstanding: int, deps: list[Any]) -> list[Any]:
+    def _retire_wgmmas(self, outstanding: int, deps: list[object]) -> list[object]:
         partition, queue = self.current, self.current.wgmmas
         retired = queue.retire(outstanding)
         partition.knowledge.reach(queue.actor, queue.waited)
@@ -409,7 +412,7 @@ class Cta(Scheduler):
             self.find("uninitialised-read", f"a load of {view!r}, part of which nothing wrote")
         return Tensor(view.data, view.dtype, layout)
 
-    def tensor_store(self, view: TensorView, value: Tensor, predicate: Any) -> None:
+    def tensor_store(self, view: TensorView, value: Tensor, predicate: object) -> None:
         """Executes tcgen05.st and its wait. Triton compiles a store to both."""
         self.step()
         if not isinstance(value, Tensor) or value.shape != view.shape or value.dtype.name != view.dtype.name:
@@ -430,7 +433,7 @@ class Cta(Scheduler):
         else:
             knowledge.order()
 
-    def tcgen05_mma(self, a: SharedView | TensorView, b: SharedView, accumulator: TensorView, use_accumulator: Any) -> None:
+    def tcgen05_mma(self, a: SharedView | TensorView, b: SharedView, accumulator: TensorView, use_accumulator: object) -> None:
         self.step()
         check_product(a, b, accumulator)
         queue, adds, misses = self.current.products, bool(use_accumulator), False
@@ -461,7 +464,7 @@ class Cta(Scheduler):
         queue.last = operation.site
         queue.pending = [*(earlier for earlier in queue.pending if not earlier.done), operation]
 
-    def _writes(self, view: Any) -> bool:
+    def _writes(self, view: object) -> bool:
         """Returns whether a pending product of the current partition writes the view or a part of it."""
         return any(isinstance(op, Product) and op.writes(view) for op in self.current.products.pending if not op.done)
 

@@ -93,7 +93,7 @@ def check_wgmma(a: Tensor | SharedView, b: Any, accumulator: Any, warps: int) ->
         _check_register_operand(a.layout, layout, 32 // bits)
 
 
-def _check_register_operand(operand: Layout, accumulator: Any, k_width: int) -> None:
+def _check_register_operand(operand: Layout, accumulator: object, k_width: int) -> None:
     def compared(layout: Any) -> tuple[Any, ...]:  # n may differ.
         return list(layout.version), list(layout.warps_per_cta), layout.instr_shape[0], layout.instr_shape[2]
 
@@ -120,7 +120,7 @@ def check_mma_sync(a: Tensor, b: Tensor, accumulator: Tensor) -> None:
         raise GluonError(f"mma.sync of {a.shape} and {b.shape} into {accumulator.shape}")
 
 
-def check_product(a: Any, b: Any, accumulator: Any) -> None:
+def check_product(a: object, b: object, accumulator: object) -> None:
     """Raises GluonError unless PTX has this tcgen05.mma of one block (PTX ISA, "tcgen05.mma") and Gluon supports its layouts."""
     if not isinstance(accumulator, TensorView) or accumulator.rank != 2 or accumulator.dtype.name != "fp32":
         raise GluonError(f"the accumulator of tcgen05_mma is {accumulator!r}; accepted: fp32 of rank 2 in tensor memory")

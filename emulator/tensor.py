@@ -50,7 +50,7 @@ def columns_of(elements: int, dtype: DType, layout: Any) -> int:
 
 
 @lru_cache
-def rows_of_threads(dtype: DType, shape: tuple[int, ...], layout: Any, warps: int) -> Layout:
+def rows_of_threads(dtype: DType, shape: tuple[int, ...], layout: object, warps: int) -> Layout:
     """Returns the register layout of a tile of tensor memory with one row per thread."""
     if hasattr(blackwell, "get_tmem_reg_layout"):  # in Triton up to 3.7.
         return blackwell.get_tmem_reg_layout(dtype, shape, layout, warps)
@@ -143,5 +143,5 @@ class TensorView:
         loaded: Tensor = context.program().tensor_load(self, self.get_reg_layout() if layout is None else layout)
         return loaded
 
-    def store(self, value: Tensor, pred: Any = True) -> None:
+    def store(self, value: Tensor, pred: object = True) -> None:
         context.program().tensor_store(self, value, pred)

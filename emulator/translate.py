@@ -38,7 +38,7 @@ class Function:
         self.names: list[str] = [parameter.name for parameter in self._jit.params]
         self.constexprs: set[str] = {parameter.name for parameter in self._jit.params if parameter.is_constexpr}
         self.defaults: set[str] = {parameter.name for parameter in self._jit.params if parameter.has_default}
-        self._python: Callable[..., Any] | None = None
+        self._python: Callable[..., object] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
@@ -107,7 +107,7 @@ class _Module:
     def __init__(self, module: ModuleType) -> None:
         self._module = module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         translated = translate(getattr(self._module, name), name)
         setattr(self, name, translated)
         return translated
@@ -133,7 +133,7 @@ def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
         yield Scalar(index, tl.int32) if at_run_time else index
 
 
-def _fold(op: str) -> Callable[..., Any]:
+def _fold(op: str) -> Callable[..., object]:
     return lambda *values: reduce(lambda a, b: binary(op, a, b), values)
 
 
@@ -142,7 +142,7 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, nested))
 
 
-def _rebind(function: FunctionType) -> Callable[..., Any]:
+def _rebind(function: FunctionType) -> Callable[..., object]:
     namespace = {
         "__builtins__": builtins,
         "__name__": function.__module__,

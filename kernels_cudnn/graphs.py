@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cudnn
 import torch
@@ -206,7 +206,7 @@ def build(x: Sdpa, target: Target) -> Graph:
     return graph
 
 
-def band_arguments(left: int | None, right: int | None, bottom_right: bool) -> dict[str, Any]:
+def band_arguments(left: int | None, right: int | None, bottom_right: bool) -> dict[str, object]:
     """Returns cuDNN's arguments for a band: query i sees key j if and only if -left <= j - i - shift <= right.
 
     cuDNN hides column j from row i unless j + left_bound > i + shift and j <= i + shift + right_bound. So its left bound is left
@@ -216,7 +216,7 @@ def band_arguments(left: int | None, right: int | None, bottom_right: bool) -> d
     if left is None and right is None:
         return {}
     diagonal = cudnn.diagonal_alignment
-    arguments: dict[str, Any] = {"diagonal_alignment": diagonal.BOTTOM_RIGHT if bottom_right else diagonal.TOP_LEFT}
+    arguments: dict[str, object] = {"diagonal_alignment": diagonal.BOTTOM_RIGHT if bottom_right else diagonal.TOP_LEFT}
     if left is not None:
         arguments["diagonal_band_left_bound"] = min(left, 2**30) + 1
     if right is not None:
@@ -278,19 +278,19 @@ def _fp8_backward(graph: Graph, x: Sdpa) -> None:
         _amax_output(amax, uid)
 
 
-def _fp8_names(arguments: dict[str, Any]) -> dict[str, Any]:
+def _fp8_names(arguments: dict[str, object]) -> dict[str, object]:
     """Returns the same arguments with the names that the FP8 operations use."""
     return {name.removeprefix("diagonal_band_"): value for name, value in arguments.items()}
 
 
-def _inputs(graph: Graph, x: Sdpa) -> dict[str, Any]:
+def _inputs(graph: Graph, x: Sdpa) -> dict[str, object]:
     if x.pages is None:
         return {"q": _tokens(graph, x, Uid.Q), "k": _tokens(graph, x, Uid.K), "v": _tokens(graph, x, Uid.V)}
     k, v = _pool(graph, x, Uid.K, x.head_dim_qk, x.strides_k), _pool(graph, x, Uid.V, x.head_dim_v, x.strides_v)
     return {"q": _tokens(graph, x, Uid.Q), "k": k, "v": v}
 
 
-def _backward_inputs(graph: Graph, x: Sdpa) -> dict[str, Any]:
+def _backward_inputs(graph: Graph, x: Sdpa) -> dict[str, object]:
     return _inputs(graph, x) | {
         "o": _tokens(graph, x, Uid.OUT),
         "dO": _tokens(graph, x, Uid.DOUT),
@@ -299,9 +299,9 @@ def _backward_inputs(graph: Graph, x: Sdpa) -> dict[str, Any]:
     }
 
 
-def _score_arguments(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> dict[str, Any]:
+def _score_arguments(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> dict[str, object]:
     """Returns the arguments of everything between q k^T and the weights. They are the same in both directions."""
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "attn_scale": _number(graph, Uid.SCALE, torch.float32),
     }
     if callbacks is not None:

@@ -59,7 +59,7 @@ class Case(NamedTuple):
         return [random(*shape).requires_grad_(self.has_gradient) for shape in shapes]
 
 
-def _causal(device: str) -> dict[str, Any]:
+def _causal(device: str) -> dict[str, object]:
     return {"attn_mask_type": "causal"}
 
 
@@ -75,16 +75,16 @@ def _bias(device: str) -> dict[str, Any]:
     return {"bias_type": "post_scale_bias", "bias": bias}
 
 
-def _score_mod(device: str) -> dict[str, Any]:
+def _score_mod(device: str) -> dict[str, object]:
     table = torch.linspace(-1, 1, 4 * 700, device=device).reshape(4, 700)
     return {"score_mod": lambda score, b, h, i, j: score + table[h, i - j + 340]}
 
 
-def _documents(device: str) -> dict[str, Any]:
+def _documents(device: str) -> dict[str, object]:
     return {"mask_mod": lambda b, h, i, j: (i // 64 == j // 64) | (j < 10)}
 
 
-def _dropout(device: str) -> dict[str, Any]:
+def _dropout(device: str) -> dict[str, object]:
     return {"dropout_p": 0.3, "rng_state": torch.tensor([5, 7], device=device)}
 
 

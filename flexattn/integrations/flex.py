@@ -168,7 +168,7 @@ def _expand_batch(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMa
     return key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
 
 
-def _check_kernel_options(options: Mapping[str, Any] | None) -> None:
+def _check_kernel_options(options: Mapping[str, object] | None) -> None:
     """Raises ValueError unless torch documents all names; none of these options changes the results."""
     if not options:
         return

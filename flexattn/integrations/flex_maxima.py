@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from flexattn.functional import bind_call
 MOST_AT_ONCE = 1 << 24  # scores in memory at a time
 
 
-def row_maxima(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+def row_maxima(query: Tensor, key: Tensor, value: Tensor, **arguments: object) -> Tensor:
     """Returns the largest modified score that each query sees, [b, h, sq] in float32 (float64 for float64); -inf if it sees none.
 
     query, key, value: [b, heads, tokens, d]. arguments: further arguments of `attention`. The result is computed a few queries at

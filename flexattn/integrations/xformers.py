@@ -137,7 +137,7 @@ def _dense(attn_bias: Any, name: str, query: Tensor) -> dict[str, Any]:
     return arguments | _bias_arguments(attn_bias._bias, query) if name == "LowerTriangularMaskWithTensorBias" else arguments
 
 
-def _bias_arguments(bias: Tensor, query: Tensor) -> dict[str, Any]:
+def _bias_arguments(bias: Tensor, query: Tensor) -> dict[str, object]:
     if query.dim() == 3:
         bias = bias.unsqueeze(1)
     elif query.dim() == 5:
@@ -145,7 +145,7 @@ def _bias_arguments(bias: Tensor, query: Tensor) -> dict[str, Any]:
     return {"bias_type": "post_scale_bias", "bias": bias}
 
 
-def _window(attn_bias: Any) -> tuple[int, int]:
+def _window(attn_bias: object) -> tuple[int, int]:
     """Returns (left, right) for a class with a window; `_window_size` includes the query's own key."""
     size = getattr(attn_bias, "_window_size", None)
     if size is not None:

@@ -42,7 +42,7 @@ def torch_dtype(name: str, dtype: DTypeLike) -> torch.dtype:
     return torch_type
 
 
-def jax_dtype(dtype: torch.dtype) -> Any:
+def jax_dtype(dtype: torch.dtype) -> object:
     """Returns JAX's dtype for torch's."""
     return jnp.dtype(_NAMES[dtype])
 

@@ -329,7 +329,7 @@ def quotient(x: jax.Array, y: object) -> jax.Array:
 
 
 # Torch operators of launchers, in JAX. If an operator writes to a tensor, that is its first argument.
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+_FUNCTIONS: dict[object, Callable[..., object]] = {
     _aten.fill_.Scalar: lambda x, value: jnp.asarray(value),
     _aten.copy_.default: lambda x, value, non_blocking=False: value,
     _aten.clone.default: lambda x, memory_format=None: x,

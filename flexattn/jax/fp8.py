@@ -180,12 +180,12 @@ def _run(text: bytes, tensors: list[Tensor]) -> tuple[Tensor, ...]:
 ffi.register(_NAME, _run)
 
 
-def on_host(*arrays: jax.Array, call: QuantizeCall) -> Any:
+def on_host(*arrays: jax.Array, call: QuantizeCall) -> object:
     """Returns data, descale and amax, in a trace for a CPU."""
     return jax.ffi.ffi_call(_NAME, _shapes(call, arrays))(*arrays, call=json.dumps(call, separators=(",", ":")))
 
 
-def on_cuda(*arrays: jax.Array, call: QuantizeCall) -> Any:
+def on_cuda(*arrays: jax.Array, call: QuantizeCall) -> object:
     """Returns data, descale and amax, in a trace for a CUDA device."""
     signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
     return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)

@@ -101,7 +101,7 @@ class InTorch(NamedTuple):
         return list({id(array): array for array in self.arrays}.values())
 
 
-def trace(role: str, mod: Mod | InTorch, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced | InTorch:
+def trace(role: str, mod: Mod | InTorch, explicit: Sequence[object] | Mapping[str, object] = ()) -> Traced | InTorch:
     """Returns a mod's torch source; explicit: arrays that score_mod takes after its arguments, or by name.
 
     Raises TypeError if the mod is not a function, and ValueError for unsupported operations, with JAX's names of them.
@@ -109,7 +109,7 @@ def trace(role: str, mod: Mod | InTorch, explicit: Sequence[Any] | Mapping[str, 
     return mod if isinstance(mod, InTorch) else _trace(role, mod, explicit)
 
 
-def _trace(role: str, mod: Mod, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced:
+def _trace(role: str, mod: Mod, explicit: Sequence[object] | Mapping[str, object] = ()) -> Traced:
     if not callable(mod):
         raise TypeError(f"{role} is {mod!r} ({type(mod).__name__}); accepted: a function, or None")
     floats = _SCALARS[role]

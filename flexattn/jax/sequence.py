@@ -211,7 +211,7 @@ class _AxisCall(NamedTuple):
         return jnp.concatenate([*parts[::2], *parts[1::2][::-1]], self.dim)
 
     def _part(
-        self, q: jax.Array, keys: list[jax.Array], start: jax.Array, options: dict[str, Any]
+        self, q: jax.Array, keys: list[jax.Array], start: jax.Array, options: dict[str, object]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the results of queries that begin at `start`, a value known at run time."""
         (k, v), count, total = keys, q.shape[self.dim], keys[0].shape[self.dim]
@@ -232,7 +232,7 @@ class _AxisCall(NamedTuple):
             arguments["rng_state"] = origin.words(front.words_of(arguments["rng_state"]), rows, q.shape[self.fmt.index("h")])
         return front.attend({"q": q, "k": k, "v": v} | arguments)
 
-    def _lengths(self, q: jax.Array, start: jax.Array, total: int) -> tuple[_Origin, dict[str, Any]]:
+    def _lengths(self, q: jax.Array, start: jax.Array, total: int) -> tuple[_Origin, dict[str, object]]:
         """Returns the origin of the queries from `start` on in their sequences, and the arguments for the sequences' lengths."""
         count = q.shape[self.dim]
         sequences = self.sequences or _Sequences.full_length(q.shape[self.fmt.index("b")], total)
@@ -314,7 +314,7 @@ def _gather(x: jax.Array, axis_name: str, dim: int) -> jax.Array:
     return jax.lax.all_gather(x, axis_name, axis=dim, tiled=True)
 
 
-def _scatter(axis_name: str, dim: int, _: None, gradient: jax.Array) -> tuple[Any]:
+def _scatter(axis_name: str, dim: int, _: None, gradient: jax.Array) -> tuple[object]:
     wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
     return (jax.lax.psum_scatter(wide, axis_name, scatter_dimension=dim, tiled=True).astype(gradient.dtype),)
 

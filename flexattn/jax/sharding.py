@@ -31,12 +31,12 @@ class Layout(NamedTuple):
 
     operands: list[Factors]
     results: list[Factors]
-    reductions: list[Callable[[Any, Any], Any] | None]  # over the devices of factors that a result lacks
+    reductions: list[Callable[[object, object], object] | None]  # over the devices of factors that a result lacks
     sizes: dict[str, int]  # sizes of key_head and in_group, and of batch if there is one
     split: frozenset[str]  # factors that devices may split without changing the result; all others are gathered first
 
 
-def partitioned(primitive: Primitive, layout_of: Callable[[Any, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., Any]:
+def partitioned(primitive: Primitive, layout_of: Callable[[object, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., object]:
     """Returns a call of the primitive that XLA may split over devices; layout_of: a function of a call and its arrays' shapes."""
 
     def run(*arrays: jax.Array, call: Call) -> Any:

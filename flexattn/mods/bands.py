@@ -127,7 +127,7 @@ def _split(graph: Graph, fills: Mapping[str, Fill], wanted: tuple[Fill, ...]) ->
     return Split(with_output(graph, result), _all_of(graph, terms), Fill.MASKING in kinds)
 
 
-def _fill(x: Any, fills: Mapping[str, Fill]) -> Fill:
+def _fill(x: object, fills: Mapping[str, Fill]) -> Fill:
     if isinstance(x, Node) and x.op == "call_function" and op_name(x) == "full":
         return fill_of(float(cast(float, x.args[1])))
     if isinstance(x, Node) and x.op == "placeholder":
@@ -199,7 +199,7 @@ def is_linear(gradient: Graph) -> bool:
     return output_of(gradient) in linear or _is_zero(output_of(gradient))
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: object) -> bool:
     return _fill(x, {}) is Fill.ZERO or (isinstance(x, (int, float)) and x == 0)
 
 
@@ -267,7 +267,7 @@ def shows_itself(mask: Graph) -> bool:
     return _on_the_diagonal(output_of(mask)) is True
 
 
-def _on_the_diagonal(term: Any) -> bool | None:
+def _on_the_diagonal(term: object) -> bool | None:
     """Returns whether a term holds when kv_idx equals q_idx; None if that is unknown."""
     if not isinstance(term, Node) or term.op != "call_function":
         return None
@@ -297,7 +297,7 @@ def _on_the_diagonal(term: Any) -> bool | None:
 _COMPARED: dict[str, Callable[[int, int], bool]] = {name: getattr(operator, name) for name in ("eq", "ne", "ge", "gt", "le", "lt")}
 
 
-def _same_on_the_diagonal(x: Any, y: Any) -> bool:
+def _same_on_the_diagonal(x: object, y: object) -> bool:
     """Returns whether two values are equal when kv_idx equals q_idx, because the same ops compute both."""
     if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
         return len(x) == len(y) and all(map(_same_on_the_diagonal, x, y))
@@ -404,7 +404,7 @@ def _bounds(term: Node) -> list[tuple[str, int]]:
     return [*sides[0], *sides[1]] if all(sides) else []
 
 
-def _bounds_between(larger: Any, smaller: Any, strict: int, sign: int = 1) -> list[tuple[str, int]]:
+def _bounds_between(larger: object, smaller: object, strict: int, sign: int = 1) -> list[tuple[str, int]]:
     """Returns the bound expressed by larger - sign * smaller >= strict, in a list; [] if it is not a bound."""
     x, y = _affine(larger), _affine(smaller)
     if x is None or y is None:
@@ -413,7 +413,7 @@ def _bounds_between(larger: Any, smaller: Any, strict: int, sign: int = 1) -> li
     return [("right" if q == 1 else "left", constant)] if (q, kv) in ((1, -1), (-1, 1)) else []
 
 
-def _affine(x: Any) -> _Affine | None:
+def _affine(x: object) -> _Affine | None:
     if isinstance(x, int) and not isinstance(x, bool):
         return _Affine(0, 0, x) if abs(x) <= _LARGEST else None
     if not isinstance(x, Node):

@@ -33,7 +33,7 @@ def _imported(name: str, package: str | None) -> str:
     return importlib.import_module(name, package).__name__
 
 
-def _import_module(name: str, package: str | None = None) -> Any:
+def _import_module(name: str, package: str | None = None) -> object:
     return sys.modules[_imported(name, package)]
 
 
@@ -75,7 +75,7 @@ def record_mods(
     named = dict(score_mod_tensors) if isinstance(score_mod_tensors, Mapping) else {}
     listed = () if isinstance(score_mod_tensors, Mapping) else tuple(score_mod_tensors)
     recordings: list[_Recording] = []
-    facts: list[tuple[Any, ...]] = []
+    facts: list[tuple[object, ...]] = []
     for role, mod in (("score_mod", score_mod), ("mask_mod", mask_mod), ("score_mod_gradient", gradient)):
         if mod is None:
             continue
@@ -107,7 +107,7 @@ class _Recording:
 
     def __init__(self, role: str, q: Tensor) -> None:
         self.q = q
-        self.nodes: list[tuple[Any, ...]] = []
+        self.nodes: list[tuple[object, ...]] = []
         self.tensors: list[Tensor] = []
         # On meta: if the mod computes from one of these without the recording, torch refuses the device.
         self.values = [
@@ -134,7 +134,7 @@ class _Recording:
         self.values.append(torch.zeros(result.shape, dtype=result.dtype, device="meta"))
         return self.values[-1]
 
-    def written(self, x: Any) -> tuple[Any, ...]:
+    def written(self, x: object) -> tuple[object, ...]:
         if isinstance(x, Tensor):
             position = _position(self.values, x)
             return ("tensor", self._capture(x)) if position < 0 else ("value", position)
@@ -185,7 +185,7 @@ class _Recording:
         return False
 
 
-def _is_read(function: Any) -> bool:
+def _is_read(function: object) -> bool:
     return getattr(function, "__name__", "") in ("__getitem__", "getitem")
 
 
@@ -210,7 +210,7 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _forms(recording: _Recording, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
+def _forms(recording: _Recording, looked_at: tuple[int, ...]) -> tuple[object, ...]:
     """Returns dtype, shape and requires_grad of each tensor. A size that changes is fixed only if the mod reads that shape."""
     forms = []
     for n, t in enumerate(recording.tensors):

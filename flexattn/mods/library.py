@@ -253,12 +253,12 @@ def _check_counts(**counts: int) -> None:
             raise ValueError(f"{name} is {value!r}; accepted: a number of tokens, an int of at least 0")
 
 
-def _check_tensor(name: str, value: Any) -> None:
+def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {describe(value)}; accepted: a tensor")
 
 
-def _check_masks(name: str, mask_mods: tuple[Any, ...]) -> None:
+def _check_masks(name: str, mask_mods: tuple[object, ...]) -> None:
     if not mask_mods:
         raise TypeError(f"mods.{name}() has no mask_mod; accepted: at least one")
     for i, mask_mod in enumerate(mask_mods):

@@ -68,7 +68,7 @@ def _called(node: Node, names: dict[Node, str]) -> str:
     return f"torch.{op}({', '.join([*args, *named])})"
 
 
-def _written(x: Any, names: dict[Node, str]) -> str:
+def _written(x: object, names: dict[Node, str]) -> str:
     if isinstance(x, Node):
         return names[x]
     if isinstance(x, (list, tuple)):

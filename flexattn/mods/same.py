@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -29,7 +28,7 @@ def is_same_gradient(explicit: Graph, derived: Graph, names: Mapping[str, str]) 
 
     names: the name in `derived` for each capture of `explicit`.
     """
-    result: Any = next(node.args[0] for node in derived.nodes if node.op == "output")[0]
+    result: object = next(node.args[0] for node in derived.nodes if node.op == "output")[0]
     if result is None:
         return False
     plain = with_output(explicit, output_of(explicit))
@@ -41,7 +40,7 @@ def _number(graph: Graph, names: Mapping[str, str], known: dict[Hashable, int]) 
     """Returns a number for the graph's output; two outputs have the same number if they compute the same."""
     numbers: dict[Node, int] = {}
 
-    def written(x: Any) -> Hashable:
+    def written(x: object) -> Hashable:
         if isinstance(x, Node):
             return ("node", numbers[x])
         if isinstance(x, (list, tuple)):
@@ -89,5 +88,5 @@ def softcap_of(score: Graph, captures: Sequence[Capture]) -> tuple[Graph, int, s
     return score, -1, ""
 
 
-def _is_call(x: Any, op: str) -> bool:
+def _is_call(x: object, op: str) -> bool:
     return isinstance(x, Node) and x.op == "call_function" and op_name(x) == op and not x.kwargs

@@ -296,7 +296,7 @@ def _with_tensors(mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor]) -
         return functools.partial(mod, **explicit)
     tensors = tuple(explicit)
 
-    def with_tensors(*arguments: Any) -> Any:
+    def with_tensors(*arguments: object) -> object:
         return mod(*arguments, *tensors)
 
     return with_tensors

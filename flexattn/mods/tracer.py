@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph()
         self.nodes: dict[int, Node] = {}
-        self.alive: list[Any] = []  # keeps results alive, so that no address is reused
+        self.alive: list[object] = []  # keeps results alive, so that no address is reused
         self.is_paused = False
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(tensor, self.graph.placeholder(name))
         return tensor
 
-    def finish(self, result: Any) -> Graph:
+    def finish(self, result: object) -> Graph:
         """Returns the graph that returns the tensor, or the list of them."""
         self.graph.output(tree_map(self._node_of, result))
         self.graph.eliminate_dead_code()
@@ -133,12 +133,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(out, node)
         return out
 
-    def _note(self, out: Any, node: Node) -> None:
+    def _note(self, out: object, node: Node) -> None:
         node.meta["val"] = out
         self.alive.append(out)
         self.nodes[id(out)] = node
 
-    def _node_of(self, x: Any) -> Any:
+    def _node_of(self, x: object) -> object:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self.nodes:
@@ -256,7 +256,7 @@ def _capture(role: str, name: str, tensor: Tensor, has_gradients: bool) -> Captu
 
 
 @functools.cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
+def _decompositions() -> dict[object, Callable[..., object]]:
     """Returns decompositions of every pointwise op into ops of a program."""
     more = (
         *(_aten.gelu, _aten.elu, _aten.leaky_relu, _aten.hardtanh, _aten.copysign, _aten.hypot, _aten.masked_fill, _aten.where),
@@ -369,7 +369,7 @@ class _Watch(TorchFunctionMode):
                 node.meta["line"] = self.line
         return out
 
-    def _item(self, tensor: Tensor, index: Any) -> Tensor:
+    def _item(self, tensor: Tensor, index: object) -> Tensor:
         """Returns tensor[index] for integers, slices, ... and scalar tensors, which stay symbolic."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if Ellipsis in [p for p in parts if not isinstance(p, Tensor)]:

@@ -32,8 +32,8 @@ class _Extras(NamedTuple):
     score_mod: Mod | None
     mask_mod: Mod | None
     aux_tensors: list[Tensor] | None
-    aux_scalars: tuple[Any, ...] | None
-    block_sparse_tensors: Any
+    aux_scalars: tuple[object, ...] | None
+    block_sparse_tensors: object
 
 
 def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
@@ -42,7 +42,7 @@ def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
         return {"score_mod": None, "mask_mod": None}
     offsets_q, offsets_k, lengths_q, lengths_k = q.cu_seqlens, k.cu_seqlens, q.cumulative().diff(), k.cumulative().diff()
     foreign_score, foreign_mask = extras.score_mod, extras.mask_mod
-    aux: tuple[Any, ...] = (list(extras.aux_tensors or []),)
+    aux: tuple[object, ...] = (list(extras.aux_tensors or []),)
     if extras.aux_scalars:
         aux = (*aux, tuple(extras.aux_scalars))
 
@@ -160,9 +160,9 @@ def flash_attn_func(
     score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None,
     aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple[Any, ...] | None = None,
-    block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None,
+    aux_scalars: tuple[object, ...] | None = None,
+    block_sparse_tensors: object = None,
+    block_sparse_tensors_bwd: object = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns attention of a dense batch, and lse or None.
@@ -225,11 +225,11 @@ def flash_attn_varlen_func(
     score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None,
-    block_sparse_tensors: Any = None,
+    block_sparse_tensors: object = None,
     aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple[Any, ...] | None = None,
+    aux_scalars: tuple[object, ...] | None = None,
     return_lse: bool = False,
-    scheduler_metadata: Any = None,
+    scheduler_metadata: object = None,
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -291,5 +291,5 @@ def flash_attn_combine(
     return combined, lse if return_lse else None
 
 
-def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+def get_scheduler_metadata(*_: object, **__: object) -> None:
     """Returns None, which `flash_attn_varlen_func` accepts as scheduler_metadata, because calls need no plan in advance."""

@@ -71,7 +71,7 @@ class SequenceInfo:
     A plain class, because a mod that makes a named tuple is traced in each call.
     """
 
-    def __init__(self, offset_q: Any, offset_k: Any, seqlen_q: Any, seqlen_k: Any) -> None:
+    def __init__(self, offset_q: object, offset_k: object, seqlen_q: object, seqlen_k: object) -> None:
         self.offset_q, self.offset_k, self.seqlen_q, self.seqlen_k = offset_q, offset_k, seqlen_q, seqlen_k
 
 

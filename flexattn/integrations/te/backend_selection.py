@@ -152,7 +152,9 @@ def get_attention_backend(attention_params: AttentionParams) -> Backends:
     return False, None, answer.use_fused_attention, answer.fused_attention_backend, answer.use_unfused_attention, available
 
 
-def is_fused_attn_available(config: Any, dtype: torch.dtype, qkv_layout: str = "bshd_bshd_bshd", is_training: bool = True) -> bool:
+def is_fused_attn_available(
+    config: object, dtype: torch.dtype, qkv_layout: str = "bshd_bshd_bshd", is_training: bool = True
+) -> bool:
     """Returns whether a fused kernel runs a configuration, like the function of the same name in TransformerEngine's tests.
 
     config: an `AttentionParams`, or an object with some of its fields as attributes, such as TransformerEngine's ModelConfig,

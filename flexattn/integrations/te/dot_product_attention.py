@@ -142,7 +142,7 @@ class DotProductAttention(torch.nn.Module):
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
+        self, cp_group: object, cp_global_ranks: list[int] | None, cp_stream: object, cp_comm_type: str = "p2p"
     ) -> None:
         """Sets the ranks that share sequences. None or a group of one rank: each rank has whole sequences.
 
@@ -310,7 +310,7 @@ class DotProductAttention(torch.nn.Module):
         """Returns the scales and amax histories of delayed scaling as bytes, uint8; empty if there are none."""
         return self._scaling.to_bytes()
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state: object) -> None:
         """Loads `get_extra_state`'s result; any other state, such as TransformerEngine's own, resets the scales."""
         self._scaling.from_bytes(state)
 
@@ -358,7 +358,7 @@ class DotProductAttention(torch.nn.Module):
         with contextlib.nullcontext() if tracker is None else tracker().fork():
             return ops.new_rng_state(device)
 
-    def _fp8(self, q: Tensor, fp8_output: bool, bf16_backward: bool) -> dict[str, Any]:
+    def _fp8(self, q: Tensor, fp8_output: bool, bf16_backward: bool) -> dict[str, object]:
         """Returns the FP8 arguments of a call on 16-bit tensors."""
         # torch's checkpoint recomputes outside of the autocast, so a recomputation uses the recipe of the layer's last forward.
         recipe = active_recipe() or (self._last_recipe if is_recomputed() else None)
@@ -445,8 +445,8 @@ def _sizes(q: Tensor, k: Tensor, fmt: str, ranks: int) -> tuple[int, int, int] |
 
 
 def _length_arguments(
-    lengths: _Lengths, attention_mask: Any, sizes: tuple[int, int, int] | None, fmt: str, pad_between_seqs: bool | None
-) -> dict[str, Any]:
+    lengths: _Lengths, attention_mask: object, sizes: tuple[int, int, int] | None, fmt: str, pad_between_seqs: bool | None
+) -> dict[str, object]:
     """Returns `flexattn.attention`'s length arguments for a padding mask type; sizes: (b, sq, skv), None for thd."""
     formats = parse_format(fmt)
     cu_seqlens = [lengths.cu_seqlens_q, lengths.cu_seqlens_kv]
@@ -457,7 +457,7 @@ def _length_arguments(
                 f"cu_seqlens_q or cu_seqlens_kv is None with a padding mask type and {fmt}; accepted: int32 tensors [b + 1]{also}"
             )
         cu_seqlens = list(lengths_of(attention_mask, sizes[0], sizes[1:]))
-    arguments: dict[str, Any] = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_kv": cu_seqlens[1]}
+    arguments: dict[str, object] = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_kv": cu_seqlens[1]}
     padded = (lengths.cu_seqlens_q_padded, lengths.cu_seqlens_kv_padded)
     sides = zip(("q", "kv"), formats, cu_seqlens, padded, (lengths.max_seqlen_q, lengths.max_seqlen_kv), strict=True)
     for side, side_format, plain, starts, longest in sides:
@@ -474,7 +474,7 @@ def _length_arguments(
     return arguments
 
 
-def _attend(results: Results, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Tensor | None]:
+def _attend(results: Results, arguments: dict[str, object], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, Tensor | None]:
     """Returns out with merged heads, and max_logit in q's dtype, or None if it is not requested."""
     out, _, max_logit = attend(results, q, k, v, return_lse=False, **arguments)
     if isinstance(out, fp8.QuantizedTensor):

@@ -32,7 +32,7 @@ class Node(NamedTuple):
         return (*self.operands, *self.parameters, *ON_EVERY_NODE)
 
 
-def bind(name: str, positional: Sequence[Any], named: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def bind(name: str, positional: Sequence[object], named: Mapping[str, object]) -> tuple[list[object], list[object]]:
     """Returns the operands and the parameters of a call of node `name`.
 
     Raises:

@@ -111,7 +111,7 @@ class InferenceParams:
         page_size: int | None = None,
         max_ctx_len: int | None = None,
         qkv_format: str = "bshd",
-        custom_cache_manager: Any = None,
+        custom_cache_manager: object = None,
     ) -> None:
         if custom_cache_manager is not None:
             raise NotImplementedError("custom_cache_manager is not supported; accepted: None, and is_paged to select the cache")
@@ -133,7 +133,7 @@ class InferenceParams:
         self._new: list[int] = []
         self._device_states: dict[torch.device, _DeviceState] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_device_states": {}}  # derived from the numbers above
 
     def allocate_memory(self, layer_number: int, device: torch.device | str | None = None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class LayerScaling:
         torch.save({name: t.cpu() for name, t in content.items()}, buffer)
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
-    def from_bytes(self, state: Any) -> None:
+    def from_bytes(self, state: object) -> None:
         """Loads `to_bytes`'s result; any other state, such as TransformerEngine's own, resets the scales."""
         self.state, self.loaded = None, None
         if isinstance(state, io.BytesIO):

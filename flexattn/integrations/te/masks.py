@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ MASK_TYPES = (*AttnMaskType, ARBITRARY)
 Window = tuple[int, int]
 
 
-def mask_type_of(name: Any) -> str:
+def mask_type_of(name: object) -> str:
     """Returns a mask type in its standard spelling: "causal,padding", "padding,causal" and "causal_padding" are "padding_causal".
 
     Raises ValueError if the name is not in `MASK_TYPES`.
@@ -34,7 +33,7 @@ def mask_type_of(name: Any) -> str:
     return standard
 
 
-def window_of(attn_mask_type: str, window_size: Any) -> Window:
+def window_of(attn_mask_type: str, window_size: object) -> Window:
     """Returns the window (left, right), -1 for open, that results from a mask type and a requested window.
 
     A causal type has 0 on its right: None and (-1, 0) are (-1, 0), and (-1, -1) or (left, right) with left >= 0 become (left, 0)
@@ -73,7 +72,7 @@ def diagonal_of(attn_mask_type: str, bottom_right_diagonal: bool | None) -> bool
     return True if bottom_right_diagonal is None else bool(bottom_right_diagonal)
 
 
-def lengths_of(attention_mask: Any, batch: int, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def lengths_of(attention_mask: object, batch: int, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Returns cu_seqlens_q and cu_seqlens_kv, int32 [b + 1], of a padding mask: cumulative counts of the visible tokens.
 
     Hidden tokens must be the last of their sequence. This is only checked on a CPU and with FLEXATTN_CHECK=1, to avoid a wait.
@@ -111,7 +110,7 @@ def lengths_of(attention_mask: Any, batch: int, sizes: tuple[int, int]) -> tuple
     return cumulative[0], cumulative[1]
 
 
-def mask_mod_of(attention_mask: Any, shape: tuple[int, int, int, int]) -> Callable[..., Tensor]:
+def mask_mod_of(attention_mask: object, shape: tuple[int, int, int, int]) -> Callable[..., Tensor]:
     """Returns the mask_mod of a mask for attn_mask_type "arbitrary".
 
     Args:

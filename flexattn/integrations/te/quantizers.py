@@ -65,7 +65,7 @@ class Float8Quantizer:
         TypeError, ValueError: if the dtype is another, or scale or amax is not a float32 tensor of one element.
     """
 
-    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Any) -> None:
+    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: object) -> None:
         for name, t in (("scale", scale), ("amax", amax)):
             if not isinstance(t, Tensor) or t.dtype is not torch.float32 or t.numel() != 1:
                 raise TypeError(f"{name} is {describe(t)}; accepted: a float32 tensor of shape (1,)")
@@ -87,7 +87,7 @@ class Float8CurrentScalingQuantizer:
         ValueError: if the dtype is another.
     """
 
-    def __init__(self, fp8_dtype: Any, device: torch.device | str | None = None) -> None:
+    def __init__(self, fp8_dtype: object, device: torch.device | str | None = None) -> None:
         self.dtype = fp8_dtype_of(fp8_dtype)
 
     def __call__(self, tensor: Tensor) -> Float8Tensor:
@@ -123,7 +123,7 @@ class InFp8(NamedTuple):
         return (self.data.to(torch.float32) * self.descale.reshape(())).to(dtype)
 
 
-def in_fp8(x: Any, name: str) -> InFp8 | None:
+def in_fp8(x: object, name: str) -> InFp8 | None:
     """Returns an FP8 tensor of any accepted kind, or None for a plain tensor; raises TypeError for anything else.
 
     Accepted are `Float8Tensor`, TransformerEngine's (by _data, _scale_inv and _fp8_dtype), and `flexattn.fp8.QuantizedTensor`.

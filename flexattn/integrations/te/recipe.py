@@ -240,7 +240,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
 
 
 def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None, _graph: bool = False
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: object = None, fp8_group: object = None, _graph: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """Returns `autocast`, under the older names of its arguments."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

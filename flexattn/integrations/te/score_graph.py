@@ -16,7 +16,7 @@ _ATTRIBUTES = (
     *("uid", "name", "dim", "stride", "data_type", "is_virtual", "output", "is_pass_by_value"),
     *("ragged_offset", "ragged_offset_multiplier", "reordering_type"),
 )
-_DEFAULTS: dict[str, Any] = {"name": "", "uid": 0, "dim": [], "stride": [], "is_virtual": True, "is_pass_by_value": False}
+_DEFAULTS: dict[str, object] = {"name": "", "uid": 0, "dim": [], "stride": [], "is_virtual": True, "is_pass_by_value": False}
 
 
 class GraphTensor:
@@ -29,24 +29,24 @@ class GraphTensor:
 
     is_trace_state = True  # not a capture, although it is kept on a user's object between the callbacks
 
-    def __init__(self, value: Any, dim: Sequence[int] | None = None) -> None:
+    def __init__(self, value: object, dim: Sequence[int] | None = None) -> None:
         self.value = value
-        self.attributes: dict[str, Any] = {} if dim is None else {"dim": list(dim), "is_virtual": False}
+        self.attributes: dict[str, object] = {} if dim is None else {"dim": list(dim), "is_virtual": False}
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., object]:
         verb, _, attribute = name.partition("_")
         if verb in ("set", "get") and attribute in _ATTRIBUTES:
             return self._setter(attribute) if verb == "set" else self._getter(attribute)
         raise AttributeError(f"a tensor of a score_mod's graph has no {name!r}; it has set_ and get_ of: {', '.join(_ATTRIBUTES)}")
 
-    def _setter(self, attribute: str) -> Callable[[Any], GraphTensor]:
-        def keep(value: Any) -> GraphTensor:
+    def _setter(self, attribute: str) -> Callable[[object], GraphTensor]:
+        def keep(value: object) -> GraphTensor:
             self.attributes[attribute] = value
             return self
 
         return keep
 
-    def _getter(self, attribute: str) -> Callable[[], Any]:
+    def _getter(self, attribute: str) -> Callable[[], object]:
         return lambda: self.attributes.get(attribute, _DEFAULTS.get(attribute))
 
 
@@ -56,17 +56,17 @@ class ScoreGraph:
     like: a 0-d tensor of the trace, used to convert numbers to tensors.
     """
 
-    def __init__(self, indices: tuple[Tensor, ...], like: Any = None) -> None:
+    def __init__(self, indices: tuple[Tensor, ...], like: object = None) -> None:
         self._indices = indices
         self._like = like
 
-    def gen_index(self, input: GraphTensor, axis: int, name: str = "", compute_data_type: Any = None) -> GraphTensor:
+    def gen_index(self, input: GraphTensor, axis: int, name: str = "", compute_data_type: object = None) -> GraphTensor:
         """Returns the position in the batch (axis 0), or among the heads (1), queries (2) or keys (3), as an integer."""
         if isinstance(axis, bool) or not isinstance(axis, int) or not 0 <= axis < len(self._indices):
             raise MisusedType(f"axis of gen_index is {axis!r}; accepted: 0 (batch), 1 (heads), 2 (queries) or 3 (keys)")
         return GraphTensor(self._indices[axis])
 
-    def tensor_scalar(self, value: float | int, scalar_type: Any = None, name: str = "") -> GraphTensor:
+    def tensor_scalar(self, value: float | int, scalar_type: object = None, name: str = "") -> GraphTensor:
         """Returns a number as a tensor. scalar_type is ignored; in cuDNN it tells when the number is known."""
         return GraphTensor(self._operand("tensor_scalar", "value", value))
 
@@ -84,7 +84,7 @@ class ScoreGraph:
 
         return node
 
-    def _operand(self, node: str, operand: str, x: Any) -> Any:
+    def _operand(self, node: str, operand: str, x: object) -> object:
         if isinstance(x, GraphTensor):
             return x.value
         if isinstance(x, Tensor) and x.dim() == 0:  # a number of a closure, in a trace

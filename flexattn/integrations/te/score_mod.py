@@ -24,7 +24,7 @@ from flexattn.integrations.te.score_graph import AXES, GraphTensor, ScoreGraph, 
 from flexattn.mods.trace import trace_mods
 from flexattn.mods.tracer import MisusedType
 
-Callback = Callable[..., Any]
+Callback = Callable[..., object]
 Value = Tensor | float | int | bool
 LIMIT = 1e-5  # rounding error that check_bprop allows, relative to the largest gradient, in fp64 with float32 constants
 
@@ -186,7 +186,7 @@ class TEScoreMod:
         return sizes
 
 
-def _check_tensors(argument: str, tensors: Any) -> dict[str, Value]:
+def _check_tensors(argument: str, tensors: object) -> dict[str, Value]:
     """Returns the checked tensors and numbers by name, with tensors of one element as 0-d tensors."""
     if tensors is None:
         return {}
@@ -228,7 +228,7 @@ def _by_value(t: Value) -> Value:
         return float(t.item())
 
 
-def _name(callback: Any) -> str:
+def _name(callback: object) -> str:
     while isinstance(callback, functools.partial):
         callback = callback.func
     return str(getattr(callback, "__qualname__", type(callback).__qualname__))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -50,7 +49,7 @@ REFUSED = {
 }
 
 
-def check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any], harmless: frozenset[str] = HARMLESS) -> None:
+def check_keywords(module: torch.nn.Module, keywords: Mapping[str, object], harmless: frozenset[str] = HARMLESS) -> None:
     """Raises TypeError if a keyword may change the result. A keyword that is None passes.
 
     Args:

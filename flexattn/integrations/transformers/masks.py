@@ -113,8 +113,8 @@ def attention_mask(
     allow_torch_fix: bool = True,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    config: Any = None,
-    **unknown: Any,
+    config: object = None,
+    **unknown: object,
 ) -> Tensor | Visible:
     """Mask of one kind of layers in `attention_forward`'s form, for transformers' AttentionMaskInterface.
 

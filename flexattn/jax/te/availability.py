@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -54,7 +52,7 @@ def is_fused_attn_kernel_available(
         "k": jax.ShapeDtypeStruct((*kv, head_dim_qk), kv_dtype),
         "v": jax.ShapeDtypeStruct((*kv, head_dim_v), kv_dtype),
     }
-    arguments: dict[str, Any] = {"qkv_format": "thd" if layout.is_thd() else "bshd"}
+    arguments: dict[str, object] = {"qkv_format": "thd" if layout.is_thd() else "bshd"}
     arguments |= {"bias_type": name_of(bias_type), "softmax_type": name_of(softmax)}
     arguments |= rows.padded_band if kind.is_padding() else rows.band
     if kind.is_padding():
@@ -69,7 +67,7 @@ def is_fused_attn_kernel_available(
         arrays["rng_state"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
         arguments["dropout_p"] = dropout_probability
 
-    def run_explain(operands: dict[str, Any]) -> None:
+    def run_explain(operands: dict[str, object]) -> None:
         explain(**operands, **arguments)
 
     try:

@@ -74,8 +74,8 @@ class DotProductAttention(nn.Module):  # type: ignore[misc]
     context_parallel_strategy: str = "DEFAULT"
     context_checkpoint_name: str = "context"
     softmax_type: str = "vanilla"
-    score_mod: Callable[..., Any] | None = None
-    score_mod_bprop: Callable[..., Any] | None = None
+    score_mod: Callable[..., object] | None = None
+    score_mod_bprop: Callable[..., object] | None = None
 
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(

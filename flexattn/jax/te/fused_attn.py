@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +37,10 @@ def fused_attn(
     context_checkpoint_name: str = "context",
     softmax_offset: jax.Array | None = None,
     stripe_size: int | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    score_mod_bprop: Callable[..., Any] | None = None,
-    score_mod_tensors: Mapping[str, Any] | None = None,
-    score_mod_bprop_tensors: Mapping[str, Any] | None = None,
+    score_mod: Callable[..., object] | None = None,
+    score_mod_bprop: Callable[..., object] | None = None,
+    score_mod_tensors: Mapping[str, object] | None = None,
+    score_mod_bprop_tensors: Mapping[str, object] | None = None,
 ) -> jax.Array:
     """Returns attention with the arguments of TransformerEngine's `transformer_engine.jax.attention.fused_attn`.
 
@@ -143,7 +142,7 @@ def separate(qkv: Sequence[jax.Array], layout: QKVLayout) -> tuple[jax.Array, ja
     return (first or qkv)[0], k, v
 
 
-def _refuse_context_parallelism(strategy: Any, is_balanced: Any, axis: Any, stripe_size: Any) -> None:
+def _refuse_context_parallelism(strategy: object, is_balanced: object, axis: object, stripe_size: object) -> None:
     non_defaults = {
         "context_parallel_strategy": None if getattr(strategy, "name", strategy) == "DEFAULT" else strategy,
         "context_parallel_causal_load_balanced": is_balanced or None,
@@ -158,7 +157,7 @@ def _refuse_context_parallelism(strategy: Any, is_balanced: Any, axis: Any, stri
             )
 
 
-def window_of(window_size: Any, kind: AttnMaskType) -> tuple[int, int]:
+def window_of(window_size: object, kind: AttnMaskType) -> tuple[int, int]:
     """Returns (left, right), -1 for open; raises ValueError for a window that the mask type does not support."""
     sides = (-1, -1) if window_size is None else tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     ints = [as_index(side) for side in sides]
@@ -193,5 +192,5 @@ def _words(seed: jax.Array) -> jax.Array:
     return jnp.asarray(seed).reshape(-1)[:2].astype(jnp.uint32)
 
 
-def _describe(x: Any) -> str:
+def _describe(x: object) -> str:
     return f"{x.dtype} {x.shape}" if hasattr(x, "dtype") and hasattr(x, "shape") else describe(x)

@@ -6,7 +6,7 @@ Values are the numbers of TransformerEngine's C interface. https://github.com/NV
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flexattn.integrations.te import names
 from flexattn.validation import describe
@@ -123,7 +123,7 @@ class CPStrategy(Enum):
     RING = 2
 
 
-def member(kind: type[E], argument: str, value: Any) -> E:
+def member(kind: type[E], argument: str, value: object) -> E:
     """Returns the member for a member, or for a member of the same name of TransformerEngine's own enumeration.
 
     Raises ValueError for anything else.

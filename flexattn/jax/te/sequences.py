@@ -42,7 +42,7 @@ class SequenceDescriptor:
         self.seqlens, self.seq_offsets = or_empty(seqlens), or_empty(seq_offsets)
         self.segment_ids, self.segment_pos = or_empty(segment_ids), or_empty(segment_pos)
 
-    def tree_flatten(self) -> tuple[Any, None]:
+    def tree_flatten(self) -> tuple[object, None]:
         """Returns the arrays, for `jax.tree_util`."""
         return (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos), None
 
@@ -93,7 +93,7 @@ class SequenceDescriptor:
         return cls(segment_ids=_pair("segment_ids", segment_ids), segment_pos=_pair("segment_pos", segment_pos))
 
 
-def _pair(name: str, value: Any) -> Pair:
+def _pair(name: str, value: object) -> Pair:
     if isinstance(value, tuple):
         if len(value) != 2:
             raise ValueError(f"{name} is a tuple of {len(value)}; accepted: an array, or a pair, for the queries and for the keys")
@@ -123,7 +123,7 @@ class Rows(NamedTuple):
         }
 
     @property
-    def padded_band(self) -> dict[str, Any]:
+    def padded_band(self) -> dict[str, object]:
         """Mask type and window for a call with lengths."""
         return self.band | {"attn_mask_type": name_of(self.kind)}
 
@@ -131,11 +131,11 @@ class Rows(NamedTuple):
 class Sequences(NamedTuple):
     """Arguments of `attention` for the sequences of a call; is_packed: whether all rows are packed in thd."""
 
-    arguments: dict[str, Any]
+    arguments: dict[str, object]
     is_packed: bool = False
 
 
-def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows, has_positions: bool) -> Sequences:
+def sequences_of(descriptor: SequenceDescriptor | object, rows: Rows, has_positions: bool) -> Sequences:
     """Returns the arguments that a descriptor, a mask or None means for a call's rows.
 
     has_places: whether the call has a bias or a score_mod, which depend on tokens' positions in the rows; offsets then become a
@@ -207,7 +207,7 @@ def _tokens(sides: Sequence[Pair], rows: Rows) -> tuple[Pair, Pair]:
     return (ids[0], ids[1]), (positions[0], positions[1])
 
 
-def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, Any]:
+def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, object]:
     """Returns arguments for all rows' sequences, packed one after another."""
     arguments = rows.padded_band | {"max_seqlen_q": rows.sizes[0], "max_seqlen_kv": rows.sizes[1]}
     for side, (lengths, offsets), size in zip(("q", "kv"), sides, rows.sizes, strict=True):
@@ -217,7 +217,7 @@ def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, Any]:
     return arguments
 
 
-def _by_segments(segment_ids: Pair, segment_pos: Pair, rows: Rows) -> dict[str, Any]:
+def _by_segments(segment_ids: Pair, segment_pos: Pair, rows: Rows) -> dict[str, object]:
     """Returns arguments with a mask of ids and positions: a query sees keys of its own id that are within the band."""
     ids, positions = [], []
     for row_ids, pos, size in zip(segment_ids, segment_pos, rows.sizes, strict=True):
@@ -246,7 +246,7 @@ def _run_lengths(ids: jax.Array) -> jax.Array:
     return jnp.take_along_axis(counts, run, 1).astype(jnp.int32)
 
 
-def _by_mask(mask: Any, rows: Rows) -> dict[str, Any]:
+def _by_mask(mask: object, rows: Rows) -> dict[str, object]:
     """Returns arguments for a mask, True for a hidden pair, as in TransformerEngine before it had descriptors."""
     shape = (rows.batch, 1, *rows.sizes)
     if not isinstance(mask, (jax.Array, np.ndarray)):
