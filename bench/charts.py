@@ -12,7 +12,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from flexattn.bench.record import Record, Row
-from flexattn.bench.shapes import title_of
+from flexattn.bench.shapes import PUBLISHED, title_of
 from flexattn.bench.tables import AUTO, name_of, panel, sweep_panels
 
 COLOURS = {
@@ -203,7 +203,7 @@ def figures(record: Record, leave_out: Iterable[str] = ()) -> Iterator[tuple[str
                     title = f"Peak memory of a call by sequence length on {device}"
                     panels = [Panel(f"{_direction(direction)}, one sequence", lines)]
                     yield f"{group}_{direction}", line_chart(title, panels, "sequence length, tokens", "MiB", log_y=True)
-            elif group != "sweep":
+            elif group not in ("sweep", PUBLISHED):
                 panels = [Panel(title_of(record.workloads[name]), bars=_bars(record.of(name, direction))) for name in names]
                 if panels := [p for p in panels if p.bars]:
                     title = f"{direction.capitalize()} on {device}: TFLOP/s, longer is faster"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ REFERENCE_SCORES = 2**28  # that the reference may materialise at once, several 
 RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "both": ("out", "dq", "dk", "dv")}
 CHECK = (
     "in fp64 on one sequence (the last; of a packed batch the longest) and one key head with all its query heads, within the "
-    "budget of flexattn.testing.check_close; elsewhere for NaN and infinity"
+    "budget of flexattn.testing.check_close; elsewhere for NaN and infinity; the gradient of a dense bias over all sequences that "
+    "share the last matrix"
 )
 
 
@@ -53,19 +55,37 @@ class Checker:
         self._sequence = sequence
 
     def cut(self, name: str, t: Tensor) -> Tensor:
-        """Returns the part of a result or input that is compared: [1, s, h of one group, d]."""
+        """Returns the part of a result or input that is compared: [1, s, h of one group, d], or [1, h, sq, skv] of a bias."""
+        if name == "dbias":
+            return t[-1:, -self.workload.group_size :]
         heads = slice(-1, None) if name in ("k", "v", "dk", "dv") else slice(-self.workload.group_size, None)
         if not self.workload.is_ragged:
             return t[self._sequence : self._sequence + 1, :, heads]
         start, length = (self._start_kv, self._len_kv) if name in ("k", "v", "dk", "dv") else (self._start_q, self._len_q)
         return t[None, start : start + length, heads]
 
+    def _bias(self, sequences: slice) -> Tensor | None:
+        """Returns the bias of one group of heads of these sequences, which share a matrix, with -inf for hidden keys."""
+        w, t = self.workload, self._tensors
+        heads = slice(-w.group_size, None)
+        bias = bias_of(t, w, heads) if t.dense_bias is None else t.dense_bias[-1:, heads]
+        if t.sees is None:
+            return bias
+        hidden = ~t.sees[sequences, None, None]
+        shape = hidden.shape[0], w.group_size, w.seqlen_q, w.seqlen_kv
+        bias = torch.zeros((), dtype=t.q.dtype, device=t.q.device) if bias is None else bias
+        return bias.expand(shape).masked_fill(hidden, float("-inf"))
+
     @functools.cached_property
     def _call(self) -> tuple[AttentionSpec, Operands, Tensor]:
+        """Returns the call on the sequence that is compared."""
+        parts = [self.cut(name, x).contiguous() for name, x in zip(("q", "k", "v", "dout"), self._tensors[:4], strict=True)]
+        return self._make(parts, self._bias(slice(self._sequence, self._sequence + 1)))
+
+    def _make(self, parts: Sequence[Tensor], bias: Tensor | None) -> tuple[AttentionSpec, Operands, Tensor]:
         w, t = self.workload, self._tensors
-        q, k, v, dout = (self.cut(name, x).contiguous() for name, x in zip(("q", "k", "v", "dout"), t[:4], strict=True))
+        q, k, v, dout = parts
         heads = slice(-w.group_size, None)
-        bias = bias_of(t, w, heads)
         spec, x = make_call(
             Inputs(q, k, v, "bshd", *(None,) * 6),
             attn_mask_type=w.attn_mask_type.removeprefix("padding_") if w.attn_mask_type != "padding" else "no_mask",
@@ -93,12 +113,39 @@ class Checker:
         spec, x, dout = self._call
         rows = max(1, REFERENCE_SCORES // (self.workload.group_size * self._len_kv))
         ref, eager = (_reference(direction, spec, x, dout, dtype, rows) for dtype in (torch.float64, spec.dtype))
+        if direction == "backward" and self._tensors.dense_bias is not None:
+            ref, eager = (kind | {"dbias": self._dbias(dtype)} for kind, dtype in ((ref, torch.float64), (eager, spec.dtype)))
         return ref, eager
+
+    def _dbias(self, dtype: torch.dtype) -> Tensor:
+        """Returns the gradient of the last matrix of the bias, for one group of heads: the sum over the sequences that share it."""
+        w = self.workload
+        most = max(1, REFERENCE_SCORES // (w.group_size * w.seqlen_q * w.seqlen_kv))
+        total = torch.zeros(1, w.group_size, w.seqlen_q, w.seqlen_kv, dtype=torch.float64, device=self._tensors.q.device)
+        for first in range(w.batch - w.batch // w.biases, w.batch, most):
+            sequences = slice(first, min(first + most, w.batch))
+            heads = {
+                "q": slice(-w.group_size, None),
+                "dout": slice(-w.group_size, None),
+                "k": slice(-1, None),
+                "v": slice(-1, None),
+            }
+            parts = [getattr(self._tensors, name)[sequences, :, heads[name]] for name in ("q", "k", "v", "dout")]
+            spec, x, dout = self._make(parts, self._bias(sequences))
+            dbias = reference_gradients(spec, x, dout, dtype=dtype).dbias
+            assert dbias is not None
+            total += dbias.to(torch.float64).sum(0, keepdim=True)
+        return total.to(dtype)
+
+    def names(self, direction: str) -> tuple[str, ...]:
+        """Returns the results that a direction has."""
+        has_dbias = direction != "forward" and self._tensors.dense_bias is not None
+        return (*RESULTS[direction], "dbias") if has_dbias else RESULTS[direction]
 
     def errors(self, direction: str, results: Mapping[str, Tensor]) -> list[Error]:
         """For each result, by name."""
         found = []
-        for name in RESULTS[direction]:
+        for name in self.names(direction):
             ref, eager = (kind[name] for kind in (self._forward if name == "out" else self._backward))
             got = self.cut(name, results[name]).to(torch.float64)
             error, budget = (got - ref).abs(), (eager.to(torch.float64) - ref).abs()
@@ -115,7 +162,7 @@ class Checker:
 
     def check(self, direction: str, results: Mapping[str, Tensor]) -> None:
         """Raises AssertionError with the worst elements if a result differs from the reference by more than CHECK allows."""
-        for name in RESULTS[direction]:
+        for name in self.names(direction):
             ref, eager = (kind[name] for kind in (self._forward if name == "out" else self._backward))
             factor = FORWARD_FACTOR if name == "out" else GRADIENT_FACTOR
             check_close(name, self.cut(name, results[name]), ref, eager, factor=factor)
@@ -124,27 +171,29 @@ class Checker:
 
 def _reference(direction: str, spec: AttentionSpec, x: Operands, dout: Tensor, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
     """The reference, so many queries at a time: rows of out and dq are one block's, dk and dv are sums over blocks."""
-    len_q = x.q.shape[1]
+    len_q, (left, right, bottom_right) = x.q.shape[1], spec.band
+    if left is not None and right is not None:  # a block sees few keys, so it may have more queries
+        rows = max(rows, int(math.sqrt(left**2 + 4 * REFERENCE_SCORES // spec.num_heads) - left) // 2)
     if len_q <= rows:
         return _block(direction, spec, x, dout, dtype)
     assert x.alibi_slopes is None, "ALiBi counts from a diagonal that a block of queries does not know"
-    assert not spec.band.bottom_right or spec.band.left is spec.band.right is None
+    assert not bottom_right or left is right is None or len_q == x.k.shape[1]
     blocks = []
     for first in range(0, len_q, rows):
-        left, right, _ = spec.band
         part = slice(first, min(first + rows, len_q))
-        keys = slice(0, None if right is None else part.stop + right)
-        # The same keys, counted from the block's first query.
-        band = Band(None if left is None else left - first, None if right is None else right + first, False)
+        start = 0 if left is None else max(0, first - left)
+        keys = slice(start, None if right is None else max(start, part.stop + right))
+        # The same keys, counted from the block's first query and first key.
+        band = Band(None if left is None else left - first + start, None if right is None else right + first - start, False)
         cut = x._replace(q=x.q[:, part], k=x.k[:, keys], v=x.v[:, keys], bias=None if x.bias is None else x.bias[:, :, part, keys])
-        blocks.append(_block(direction, spec._replace(band=band), cut, dout[:, part], dtype))
+        blocks.append((start, _block(direction, spec._replace(band=band), cut, dout[:, part], dtype)))
     if direction == "forward":
-        return {"out": torch.cat([block["out"] for block in blocks], 1)}
+        return {"out": torch.cat([block["out"] for _, block in blocks], 1)}
     sums = {name: torch.zeros(t.shape, dtype=dtype, device=t.device) for name, t in (("dk", x.k), ("dv", x.v))}
     for name, total in sums.items():
-        for block in blocks:
-            total[:, : block[name].shape[1]] += block[name]
-    return {"dq": torch.cat([block["dq"] for block in blocks], 1), **sums}
+        for start, block in blocks:
+            total[:, start : start + block[name].shape[1]] += block[name]
+    return {"dq": torch.cat([block["dq"] for _, block in blocks], 1), **sums}
 
 
 def _block(direction: str, spec: AttentionSpec, x: Operands, dout: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -12,10 +12,11 @@ import torch
 
 import flexattn
 from flexattn.bench import mma, record, tables
-from flexattn.bench.implementations import EAGER, TRITON, Implementation, ours
+from flexattn.bench.implementations import EAGER, NAMED, TRITON, Implementation, ours
+from flexattn.bench.model_tables import model_tables, own_table
 from flexattn.bench.peers import FLEX, FLEX_MODE, peers
 from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
-from flexattn.bench.shapes import DIRECTIONS, OLDER, PRESETS, WORKLOADS, select
+from flexattn.bench.shapes import DIRECTIONS, OLDER, PRESETS, PUBLISHED, WORKLOADS, Workload, is_unseen, select
 from flexattn.cli import Parser, program
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
@@ -25,7 +26,8 @@ ON_A_CPU = (
     "other, on this machine."
 )
 SHAPES = """shapes: b sequences of s tokens (queries/keys), h heads (of q/of k and v), head dim d (of q and k/of v);
-  NAME-evened has about the tokens and the work of the packed shape NAME, in sequences of one length"""
+  NAME-evened has about the tokens and the work of the packed shape NAME, in sequences of one length;
+  models-NAME is a published model's, with its source in bench/model_shapes.py; no tile and no rule is chosen by an unseen one"""
 EPILOGUE = """examples:
   %(prog)s --list                                            shapes, presets and peers
   %(prog)s --preset quick                                    FlashAttention's sweep at 4096 tokens
@@ -55,7 +57,12 @@ def make_parser() -> Parser:
         "--seqlens", type=int, nargs="+", metavar="S", help="of the chosen shapes, those whose longest sequence is one of these"
     )
     what.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=["forward", "backward"])
-    what.add_argument("--backends", nargs="+", metavar="NAME", default=["*"], help="of flexattn: triton, cudnn, score_mod, eager")
+    what.add_argument(
+        "--backends",
+        nargs="+",
+        metavar="NAME",
+        help="of flexattn: triton, cudnn, score_mod, eager, sm_90, or auto, which selects (default: all; auto for preset models)",
+    )
     what.add_argument(
         "--peers", nargs="*", metavar="NAME", default=["*"], help="by name or pattern; none to measure flexattn alone"
     )
@@ -148,7 +155,7 @@ def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> Plan:
         command=record.command_line("flexattn bench", arguments, args.out),
         workloads=workloads,
         directions=[d for d in DIRECTIONS if d in args.directions],
-        implementations=_implementations(args, device),
+        implementations=_implementations(args, device, workloads),
         device=device,
         budget_ms=args.budget_ms or (30.0 if args.quick else BUDGET_MS[device]),
         budget_s=args.budget_s,
@@ -165,12 +172,15 @@ def _measure(plan: Plan, args: argparse.Namespace) -> int:
         plan = plan._replace(budget_s=plan.budget_s - _compile_in_processes(plan, args, args.budget_s / 2))
     done = run(plan, show=_printer())
     _show({args.out.name if args.out else "this run": done}, args)
-    return int(any(r.status == "wrong" or (r.implementation in (TRITON, EAGER) and r.status == "refused") for r in done.rows))
+    return int(
+        any(r.status == "wrong" or (r.implementation in (TRITON, EAGER, tables.AUTO) and r.status == "refused") for r in done.rows)
+    )
 
 
 def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> float:
     """Compiles the plan's cells in processes, for `most` seconds; returns how many it took."""
-    same = ["--directions", *plan.directions, "--backends", *args.backends, "--peers", *args.peers]
+    backends = [i.name.removeprefix("flexattn ") for i in plan.implementations if tables.is_ours(i.name) and not mma.is_tile(i)]
+    same = ["--directions", *plan.directions, "--backends", *backends, "--peers", *args.peers]
     same += ["--mma-tiles"] if args.mma_tiles else []
     names = [w.name for w in plan.workloads]
     seconds = compile_in_processes([*same, "--flex-mode", args.flex_mode], names, args.compile_processes, most)
@@ -178,14 +188,15 @@ def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> 
     return seconds
 
 
-def _implementations(args: argparse.Namespace, device: str) -> list[Implementation]:
+def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[Workload]) -> list[Implementation]:
     """Returns the chosen implementations. Raises ValueError if a pattern matches none."""
     everyone = {i.name: i for i in (*ours(device), *peers(args.flex_mode))}
     chosen: dict[str, Implementation] = {}
-    for patterns, prefix in ((args.backends, "flexattn "), (args.peers, "")):
+    backends = args.backends or (["auto"] if all(w.group == PUBLISHED for w in workloads) else ["*"])
+    for patterns, prefix in ((backends, "flexattn "), (args.peers, "")):
         pool = [name for name in everyone if tables.is_ours(name) == bool(prefix)]
         for pattern in patterns:
-            found = fnmatch.filter(pool, prefix + pattern)
+            found = [n for n in fnmatch.filter(pool, prefix + pattern) if n not in NAMED or n == prefix + pattern]
             if not found:
                 accepted = ", ".join(name.removeprefix(prefix) for name in pool)
                 raise ValueError(f"nothing to measure on {device} is called {pattern!r}; accepted: {accepted}")
@@ -209,7 +220,8 @@ def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
     """Prints the tables, and writes the files that the options name."""
     for name, shown in records.items():
         print("\n".join(["", *([name, tables.headline(shown)] if args.source else []), _ceilings(shown)]))
-        print("\n\n".join(["", *(t.text() for t in tables.tables(shown, with_share=True)), tables.verdict(shown)]))
+        shown_tables = [*tables.tables(shown, with_share=True), *model_tables(shown), *own_table(shown)]
+        print("\n\n".join(["", *(t.text() for t in shown_tables), tables.verdict(shown)]))
         if shown.left_out:
             print(f"left out: {len(shown.left_out)} cells, as {shown.left_out[0]['reason']}")
         if not shown.complete:
@@ -254,6 +266,6 @@ def _ceilings(shown: record.Record) -> str:
 def listing() -> str:
     """The shapes, presets and implementations."""
     presets = [f"  {name:12} {' '.join(patterns)}" for name, patterns in PRESETS.items()]
-    shapes = [f"  {w.name:26} {w}" for w in WORKLOADS.values()]
+    shapes = [f"  {w.name:26} {w}{' (unseen)' if is_unseen(w) else ''}" for w in WORKLOADS.values()]
     names = [i.name for i in (*ours("cuda"), *ours("cpu"), *peers())]
     return "\n".join(["presets", *presets, "", SHAPES, *shapes, "", "flexattn and its peers", f"  {', '.join(names)}"])

@@ -13,7 +13,7 @@ FLOPS = (
     "forward 2 * heads * (head_dim_qk + head_dim_v) for each visible (query, key) pair, backward 2.5 times that, both 3.5 times; "
     "a mask that is only causal counts its diagonal as half, so a square counts half of its pairs (FlashAttention's count)"
 )
-BYTES = "forward: each of q, k, v, out once; backward: also dout, dq, dk, dv; both: the sum of the two"
+BYTES = "forward: each of q, k, v, out and a dense bias once; backward: also dout, dq, dk, dv, dbias; both: the sum of the two"
 KERNEL_FLOPS = (
     "a kernel's own matrix products, 2 * heads * head dim for each visible pair: forward q k^T and p v; dq q k^T, dout v^T and "
     "ds k; dkdv the first two again, p^T dout and ds^T q"
@@ -50,14 +50,17 @@ def total_pairs(workload: Workload) -> float:
 
 
 def tensor_bytes(workload: Workload) -> dict[str, int]:
-    """Bytes of each of q, k, v and out; a gradient is as large as its tensor."""
+    """Bytes of each of q, k, v, out and a dense bias; a gradient is as large as its tensor."""
     size = getattr(torch, workload.dtype).itemsize
     tokens_q, tokens_kv = sum(workload.lengths_q), sum(workload.lengths_kv)
+    is_dense = workload.score == "dense_bias"
+    bias = workload.biases * workload.num_heads * workload.seqlen_q * workload.seqlen_kv if is_dense else 0
     return {
         "q": tokens_q * workload.num_heads * workload.head_dim_qk * size,
         "k": tokens_kv * workload.num_heads_kv * workload.head_dim_qk * size,
         "v": tokens_kv * workload.num_heads_kv * workload.head_dim_v * size,
         "out": tokens_q * workload.num_heads * workload.head_dim_v * size,
+        "bias": bias * size,
     }
 
 

@@ -17,7 +17,7 @@ CUDNN_FRONTEND = "cuDNN frontend"
 
 def prepare_cudnn(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
     """Prepares a call on bshd memory. Raises Unavailable if this harness does not build a graph for the workload."""
-    if workload.is_ragged or workload.score or workload.softmax_type != "vanilla":
+    if workload.is_ragged or workload.score or workload.hidden_keys or workload.softmax_type != "vanilla":
         raise Unavailable("this harness drives the frontend for dense batches with a band only; flexattn cudnn takes the rest")
     try:
         import cudnn

@@ -14,6 +14,7 @@ from flexattn.bench.counts import band_of
 from flexattn.bench.environment import environment
 from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, mask_mod_of, score_mod_of
 from flexattn.bench.shapes import MODS, Workload
+from flexattn.bench.tables import AUTO
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.problem import Problem
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.runtime.launch import Launch
 
 TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
-PORTABLE = "flexattn portable"
-"""The triton backend without its kernels for sm_90 or mma.sync, if it has such kernels for the GPU."""
+PORTABLE, HOPPER = "flexattn portable", "flexattn sm_90"
+"""The triton backend without its kernels for sm_90 or mma.sync, and with the kernels for sm_90 in each call that they support."""
+NAMED = (AUTO, HOPPER)
+"""Implementations that are measured only if they are named, because they repeat kernels of the others."""
 MMA_CAPABILITIES = (80, 86, 89, 120)
 KERNELS = {
     "forward": ("forward", "_attn_fwd_kernel"),
@@ -37,7 +40,7 @@ class Unavailable(Exception):
 
 
 class Prepared(NamedTuple):
-    results: Callable[[], Mapping[str, Tensor]]  # "out", "dq", "dk", "dv" as far as the direction has them, laid out as `Tensors`
+    results: Callable[[], Mapping[str, Tensor]]  # "out", "dq", "dk", "dv", "dbias" if the call has them, laid out as `Tensors`
     timed: Callable[[], object]
 
 
@@ -56,25 +59,32 @@ Layout = Callable[[Tensor], Tensor]
 def differentiable(
     attend: Callable[[Workload, Tensors], Attend], to_layout: Layout = lambda t: t, from_layout: Layout = lambda t: t
 ) -> Callable[[Workload, Tensors, str], Prepared]:
-    """Returns a `prepare` function for a differentiable function of q, k and v in any layout."""
+    """Returns a `prepare` function for a differentiable function of q, k and v in any layout. A dense bias has a gradient too."""
 
     def prepare(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
-        call = attend(workload, tensors)
         q, k, v, dout = (to_layout(t) for t in tensors[:4])
         if direction == "forward":
+            call = attend(workload, tensors)
             return Prepared(lambda: {"out": from_layout(call(q, k, v))}, lambda: call(q, k, v))
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        wanted = list(leaves)
+        if tensors.dense_bias is not None:
+            bias = tensors.dense_bias.detach().requires_grad_()
+            tensors = tensors._replace(dense_bias=bias)
+            wanted.append(bias)
+        call = attend(workload, tensors)
 
         def named(gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
-            return {f"d{name}": from_layout(t) for name, t in zip("qkv", gradients, strict=True)}
+            found = {f"d{name}": from_layout(t) for name, t in zip("qkv", gradients, strict=False)}
+            return found | ({"dbias": gradients[3]} if len(gradients) > 3 else {})
 
         if direction == "backward":
-            backward = functools.partial(torch.autograd.grad, call(*leaves), leaves, dout, retain_graph=True)
+            backward = functools.partial(torch.autograd.grad, call(*leaves), wanted, dout, retain_graph=True)
             return Prepared(lambda: named(backward()), backward)
 
         def both() -> tuple[Tensor, tuple[Tensor, ...]]:
             out = call(*leaves)
-            return out, torch.autograd.grad(out, leaves, dout)
+            return out, torch.autograd.grad(out, wanted, dout)
 
         def results() -> dict[str, Tensor]:
             out, gradients = both()
@@ -87,8 +97,14 @@ def differentiable(
 
 def attention_of(backend: str, workload: Workload, tensors: Tensors, **more: Any) -> Attend:
     """Returns attention() on a backend with the workload's arguments and `more`."""
-    arguments = arguments_of(workload, tensors) | {"backend": backend, **more}
-    return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
+
+    def arguments() -> dict[str, Any]:
+        return arguments_of(workload, tensors) | {"backend": backend, **more}
+
+    if workload.repeats_bias:  # the copies are part of the call, and the sum of their gradients
+        return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments()))
+    made = arguments()
+    return lambda q, k, v: _only(flexattn.attention(q, k, v, **made))
 
 
 def _attention_with_mods(workload: Workload, tensors: Tensors) -> Attend:
@@ -124,7 +140,7 @@ def with_wish(wish: str, prepare: Callable[[Workload, Tensors, str], Prepared]) 
 
 
 def ours(device: str) -> list[Implementation]:
-    """Returns each backend by name, without fallbacks: if it cannot run, its reason is the cell."""
+    """Returns each backend by name, without fallbacks: if it cannot run, its reason is the cell. AUTO selects one of them."""
     version = flexattn.__version__
     backends = {TRITON: "triton", CUDNN: "cudnn"} if device == "cuda" else {EAGER: "eager"}
     found = [
@@ -132,9 +148,11 @@ def ours(device: str) -> list[Implementation]:
         for name, backend in backends.items()
     ]
     major, minor = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else (0, 0)
+    triton = differentiable(functools.partial(attention_of, "triton"))
     if (major, minor) == (9, 0) or 10 * major + minor in MMA_CAPABILITIES:
-        portable = with_wish("never", differentiable(functools.partial(attention_of, "triton")))
-        found.insert(1, Implementation(PORTABLE, version, portable, compiles=True))
+        found.insert(1, Implementation(PORTABLE, version, with_wish("never", triton), compiles=True))
+    if (major, minor) == (9, 0):
+        found.append(Implementation(HOPPER, version, with_wish("always", triton), compiles=True))
     if 10 * major + minor in MMA_CAPABILITIES:
         from flexattn.bench.mma import implementations
 
@@ -143,6 +161,7 @@ def ours(device: str) -> list[Implementation]:
         prepare = differentiable(_attention_with_mods)
         has_mods = lambda workload, direction: workload.group == MODS  # noqa: E731
         found.append(Implementation(SCORE_MOD, version, prepare, compiles=True, serves=has_mods))
+    found.append(Implementation(AUTO, version, differentiable(functools.partial(attention_of, "auto")), compiles=device == "cuda"))
     return found
 
 

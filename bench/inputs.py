@@ -31,6 +31,8 @@ class Tensors(NamedTuple):
     softmax_offset: Tensor | None  # fp32 [h]
     alibi_slopes: Tensor | None  # fp32 [h]
     bias_table: Tensor | None  # q's dtype, [h, len_q + len_kv - 1]: the bias of each distance i - j, from -(len_kv - 1) on
+    dense_bias: Tensor | None = None  # q's dtype, [biases, h, len_q, len_kv]
+    sees: Tensor | None = None  # bool, [b, len_kv]: False for keys that are hidden from all queries
 
 
 def make_tensors(workload: Workload, device: str, seed: int = 0) -> Tensors:
@@ -50,6 +52,12 @@ def make_tensors(workload: Workload, device: str, seed: int = 0) -> Tensors:
     heads = workload.num_heads
     slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)], device=device) if workload.score == "alibi" else None
     distances = workload.seqlen_q + workload.seqlen_kv - 1
+    is_dense = workload.score == "dense_bias"
+    sees = None
+    if workload.hidden_keys:
+        shape = workload.batch, workload.seqlen_kv
+        sees = torch.rand(shape, device=device, generator=generator) >= workload.hidden_keys
+        sees[:, 0] = True  # so that each query sees a key
     return Tensors(
         q=tokens(workload.lengths_q, heads, workload.head_dim_qk),
         k=tokens(workload.lengths_kv, workload.num_heads_kv, workload.head_dim_qk),
@@ -60,11 +68,19 @@ def make_tensors(workload: Workload, device: str, seed: int = 0) -> Tensors:
         softmax_offset=normal(heads, dtype=torch.float32) if workload.softmax_type == "learnable" else None,
         alibi_slopes=slopes,
         bias_table=normal(heads, distances) if workload.score == "relative_bias" else None,
+        dense_bias=normal(workload.biases, heads, workload.seqlen_q, workload.seqlen_kv) if is_dense else None,
+        sees=sees,
     )
 
 
 def bias_of(tensors: Tensors, workload: Workload, heads: slice = slice(None)) -> Tensor | None:
-    """The relative bias as a matrix, [1, h, sq, skv]."""
+    """Returns the dense bias, or the relative bias as a matrix: [1 | b, h, sq, skv].
+
+    A matrix that more than one sequence, but not all, share is copied for each, because `attention` and SDPA need it so.
+    """
+    if tensors.dense_bias is not None:
+        bias = tensors.dense_bias[:, heads]
+        return bias.repeat_interleave(workload.batch // workload.biases, 0) if workload.repeats_bias else bias
     if tensors.bias_table is None:
         return None
     i = torch.arange(workload.seqlen_q, device=tensors.q.device)[:, None]
@@ -89,15 +105,19 @@ def arguments_of(workload: Workload, tensors: Tensors) -> dict[str, Any]:
         arguments["softcap"] = SOFTCAP
     if tensors.alibi_slopes is not None:
         arguments |= {"bias_type": "alibi", "alibi_slopes": tensors.alibi_slopes}
-    if tensors.bias_table is not None:
-        arguments |= {"bias_type": "post_scale_bias", "bias": bias_of(tensors, workload)}
+    bias = bias_of(tensors, workload)
+    if bias is not None:
+        arguments |= {"bias_type": "post_scale_bias", "bias": bias}
+    if tensors.sees is not None:
+        arguments["mask"] = tensors.sees[:, None, None]
     return arguments
 
 
 def score_mod_of(workload: Workload, tensors: Tensors) -> ScoreMod | None:
-    """The workload's score as FlexAttention's users write it; positions count from 0 in q and in k."""
+    """Returns the workload's score as FlexAttention's users write it; positions count from 0 in q and in k."""
     last_key = workload.seqlen_kv - 1
-    slopes, table = tensors.alibi_slopes, tensors.bias_table
+    slopes, table, bias, sees = tensors.alibi_slopes, tensors.bias_table, tensors.dense_bias, tensors.sees
+    sequences = workload.batch // workload.biases  # that share a matrix of the bias
 
     def softcap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return SOFTCAP * torch.tanh(score / SOFTCAP)
@@ -110,7 +130,19 @@ def score_mod_of(workload: Workload, tensors: Tensors) -> ScoreMod | None:
         assert table is not None
         return score + table[h, i - j + last_key]
 
-    return {"": None, "softcap": softcap, "alibi": alibi, "relative_bias": relative_bias}[workload.score]
+    def dense_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert bias is not None
+        return score + bias[b // sequences, h, i, j]
+
+    named = {"softcap": softcap, "alibi": alibi, "relative_bias": relative_bias, "dense_bias": dense_bias}
+    changed = named.get(workload.score)
+    if sees is None:
+        return changed
+
+    def hidden(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(sees[b, j], score if changed is None else changed(score, b, h, i, j), float("-inf"))
+
+    return hidden
 
 
 def mask_mod_of(workload: Workload, tensors: Tensors) -> MaskMod | None:

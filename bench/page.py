@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from flexattn.bench import charts, mma, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
+from flexattn.bench.model_tables import model_tables, without_times
 from flexattn.bench.peers import needs_dense_mask
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
@@ -37,6 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
 OLDER = {"mma_sm_80_h200.json": "A100", "mma_sm_89_h200.json": "RTX 40, L4 and L40"}  # with the GPUs whose code they time
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
+PUBLISHED = "models_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 PLOTS = "plots"  # the folder beside the page
 
@@ -65,6 +67,7 @@ class Sources(NamedTuple):
     decode: Mapping[str, Any]
     steps: Mapping[str, Any]
     older: Mapping[str, Record]  # by file, as far as there are any
+    models: Record | None = None
 
 
 @functools.cache
@@ -73,7 +76,8 @@ def sources() -> Sources:
     main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
     decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
     older = {name: record.read(RESULTS / name) for name in OLDER if (RESULTS / name).is_file()}
-    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older)
+    models = record.read(RESULTS / PUBLISHED) if (RESULTS / PUBLISHED).exists() else None
+    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older, models)
 
 
 # ---- texts of the page and the README about a run
@@ -321,7 +325,9 @@ def _plain(text: str) -> str:
 
 def _sources(found: Sources) -> str:
     lines = []
-    for name, run in ((MAIN, found.main), (SECOND, found.second), *found.older.items()):
+    for name, run in ((MAIN, found.main), (SECOND, found.second), *found.older.items(), (PUBLISHED, found.models)):
+        if run is None:
+            continue
         versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
         lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
@@ -362,6 +368,13 @@ def older_gpus(found: Mapping[str, Record]) -> str:
     return "\n\n".join(parts)
 
 
+def _models(found: Sources) -> str:
+    assert found.models is not None
+    counts, *cells = model_tables(found.models)
+    tables = [without_times(table).markdown("shape, speed", level=4) for table in cells]
+    return "\n\n".join([f"On an {found.models.device['name']}:", counts._replace(title="").markdown("shapes"), *tables])
+
+
 SWEEP_CORNER = "direction, head dim, mask"
 BLOCKS: dict[str, Callable[[Sources], str]] = {
     "the runs' cells": lambda s: f"{claim(s.main)}\n\n{_second(s)}",
@@ -373,6 +386,8 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
     "rates": lambda s: rates_table(s.main).markdown(SWEEP_CORNER),
     "workloads": lambda s: others_table(s.main).markdown("workload"),
     "slower": lambda s: slower_table(s.main).markdown("cell"),
+    "models": _models,
+    "older GPUs": lambda s: older_gpus(s.older),
     "host": lambda s: host_table(s.main).markdown("call"),
     "refused": lambda s: refused_table(s.main).markdown("implementation and reason"),
     "ceiling": _ceiling,
@@ -383,10 +398,11 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 def performance(text: str, found: Sources) -> str:
     """Returns the page with each of its blocks replaced. Raises ValueError if a block is missing or unknown."""
     names = re.findall(BLOCK, text)
-    blocks = BLOCKS | ({"older GPUs": lambda s: older_gpus(s.older)} if found.older else {})
-    if sorted(name for name, _ in names) != sorted(blocks):
-        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(blocks)}")
-    return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{blocks[match[1]](found)}\n\n{END}", text)
+    given = {"models": found.models is not None, "older GPUs": bool(found.older)}
+    needed = [name for name in BLOCKS if given.get(name, True)]
+    if sorted(name for name, _ in names) != sorted(needed):
+        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(needed)}")
+    return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{BLOCKS[match[1]](found)}\n\n{END}", text)
 
 
 def _begin(name: str) -> str:

@@ -19,16 +19,20 @@ from flexattn.bench.counts import band_of, largest_matrix_bytes
 from flexattn.bench.cudnn_frontend import CUDNN_FRONTEND, prepare_cudnn
 from flexattn.bench.implementations import Attend, Implementation, Unavailable, differentiable
 from flexattn.bench.inputs import SOFTCAP, Tensors, bias_of, mask_mod_of, score_mod_of
-from flexattn.bench.record import cudnn_version, installed
+from flexattn.bench.record import TRIANGLE, cudnn_version, installed
 from flexattn.bench.shapes import Workload
 
 FLEX = "FlexAttention"
 FLEX_MODE = "default"
+CUEQUIVARIANCE = "cuEquivariance"
 PEERS_NOTE = (
     "SDPA flash gets bhsd views of bshd memory, SDPA efficient, cuDNN and math contiguous bhsd; FlexAttention contiguous bhsd, "
     "compiled for each shape (dynamic=False) with a BlockMask of the band and the documents, made beforehand; varlen_attn and "
-    "flash-attn packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand"
+    "flash-attn packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand "
+    "(in each call if a bias has gradients); FlexAttention has a dense bias with gradients in float32, so that their sum over "
+    "sequences is in float32; cuEquivariance contiguous [b, n, h, s, d]"
 )
+LONGEST_TRIANGLE = 3000  # tokens
 LARGEST_MASK = 2**31  # elements that create_block_mask may make uncompiled; compiling takes longer for small ones
 LARGEST_MATH_BYTES = 2**30  # bytes of scores that SDPA math may materialise
 
@@ -51,11 +55,17 @@ def _sdpa(backend: str, workload: Workload, tensors: Tensors) -> Attend:
         raise Unavailable("scaled_dot_product_attention has no argument for a sink or a softcap")
     if backend == "MATH" and largest_matrix_bytes(workload) > LARGEST_MATH_BYTES:
         raise Unavailable(f"its score matrix would take {largest_matrix_bytes(workload) / 2**30:.0f} GiB")
-    mask = _dense_mask(workload, tensors) if needs_dense_mask(workload) else None
-    is_causal = workload.is_causal and mask is None
+    needs_mask = needs_dense_mask(workload)
+    if needs_mask and workload.seqlen_q * workload.seqlen_kv > LARGEST_MASK:
+        raise Unavailable(f"its dense mask would have {workload.seqlen_q * workload.seqlen_kv / 2**30:.0f} Gi elements")
+    is_causal = workload.is_causal and not needs_mask
     enable_gqa = workload.group_size > 1
+    bias = tensors.dense_bias
+    is_made_in_calls = workload.repeats_bias or (bias is not None and bias.requires_grad)
+    made = _dense_mask(workload, tensors) if needs_mask and not is_made_in_calls else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = _dense_mask(workload, tensors) if is_made_in_calls else made
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=enable_gqa)
 
@@ -63,14 +73,22 @@ def _sdpa(backend: str, workload: Workload, tensors: Tensors) -> Attend:
 
 
 def needs_dense_mask(workload: Workload) -> bool:
-    """Returns whether SDPA has no argument for a workload's window, diagonal or bias."""
+    """Returns whether SDPA has no argument for a workload's window, diagonal, bias or hidden keys."""
     left, _, bottom_right = band_of(workload)
-    return left is not None or bool(workload.score) or (bottom_right and workload.is_causal)
+    return left is not None or bool(workload.score or workload.hidden_keys) or (bottom_right and workload.is_causal)
 
 
 def _dense_mask(workload: Workload, tensors: Tensors) -> Tensor:
-    """Returns band and bias in one matrix, [1, h | 1, sq, skv]: bool, or q's dtype with -inf for hidden keys."""
+    """Returns band, hidden keys and bias as one mask, [b | 1, h | 1, sq | 1, skv]: bool, or q's dtype with -inf for hidden keys."""
     left, right, bottom_right = band_of(workload)
+    bias = bias_of(tensors, workload)
+    if left is right is None and tensors.alibi_slopes is None:
+        visible = None if tensors.sees is None else tensors.sees[:, None, None]
+        if bias is None:
+            assert visible is not None
+            return visible
+        return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
+    assert tensors.sees is None, "no workload has a band and hidden keys"
     i = torch.arange(workload.seqlen_q, device=tensors.q.device)[:, None]
     j = torch.arange(workload.seqlen_kv, device=tensors.q.device)
     distance = j - i - (workload.seqlen_kv - workload.seqlen_q if bottom_right else 0)
@@ -79,7 +97,6 @@ def _dense_mask(workload: Workload, tensors: Tensors) -> Tensor:
         visible &= distance >= -left
     if right is not None:
         visible &= distance <= right
-    bias = bias_of(tensors, workload)
     if tensors.alibi_slopes is not None:
         bias = (-tensors.alibi_slopes[:, None, None] * distance.abs()).to(tensors.q.dtype)[None]
     return visible[None, None] if bias is None else bias.masked_fill(~visible, float("-inf"))
@@ -159,6 +176,7 @@ def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Ten
         options["window_size"] = (left, 0 if right is None and workload.is_causal else right)
     wanted = {"softcap": SOFTCAP if workload.score == "softcap" else None, "alibi_slopes": tensors.alibi_slopes}
     wanted |= {"bias": tensors.bias_table, "learnable_sink": tensors.softmax_offset}
+    wanted |= {"dense bias": tensors.dense_bias, "key mask": tensors.sees}
     for name, value in wanted.items():
         if value is not None and name not in accepted:
             raise Unavailable(f"{package} has no argument {name}")
@@ -174,6 +192,28 @@ def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Ten
     return attend
 
 
+def _rows(workload: Workload, t: Tensor) -> Tensor:
+    """Returns bshd memory as [biases, batch / biases, h, s, d], contiguous."""
+    rows = contiguous_bhsd(t)
+    return rows.view(workload.biases, -1, *rows.shape[1:])
+
+
+def _cuequivariance(workload: Workload, tensors: Tensors) -> Attend:
+    """Triangle attention: rows of an entry share a bias."""
+    if workload.score != "dense_bias" or workload.attn_mask_type != "no_mask" or workload.group_size > 1:
+        raise Unavailable("triangle_attention is for a dense bias, without a causal mask and without grouped heads")
+    if max(workload.seqlen_q, workload.seqlen_kv) > LONGEST_TRIANGLE:
+        raise Unavailable(f"triangle_attention fails above {LONGEST_TRIANGLE} tokens (issue 136 of cuEquivariance)")
+    function = import_peer("cuequivariance_ops_torch", "cuequivariance-ops-torch").triangle_attention
+    sees = None if tensors.sees is None else tensors.sees.view(workload.biases, -1, 1, 1, workload.seqlen_kv)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert tensors.dense_bias is not None
+        return cast(Tensor, function(q, k, v, tensors.dense_bias[:, None], mask=sees))
+
+    return attend
+
+
 def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
     """Returns all peers. If one is not installed, preparing it raises Unavailable."""
     torch_version = f"torch {torch.__version__}"
@@ -184,7 +224,13 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
 
     def flex(workload: Workload, tensors: Tensors, direction: str) -> Any:
         attend = functools.partial(_flex_attention, flex_mode)
+        if direction != "forward" and tensors.dense_bias is not None:
+            tensors = tensors._replace(dense_bias=tensors.dense_bias.float())
         return differentiable(attend, contiguous_bhsd, back_to_tokens(workload))(workload, tensors, direction)
+
+    def triangle(workload: Workload, tensors: Tensors, direction: str) -> Any:
+        layouts = functools.partial(_rows, workload), lambda t: t.flatten(0, 1).transpose(1, 2)
+        return differentiable(_cuequivariance, *layouts)(workload, tensors, direction)
 
     def sdpa(name: str, backend: str, layout: Callable[[Tensor], Tensor], version: str = torch_version) -> Implementation:
         return Implementation(name, version, differentiable(functools.partial(_sdpa, backend), layout, bhsd_view))
@@ -205,4 +251,5 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
         flash("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
         flash("flash-attn 3 forward", "fa3_fwd_interface", "fa3-fwd"),  # a wheel with only its forward
         flash("flash-attn 4", "flash_attn.cute", "flash-attn-4", compiles=True),
+        Implementation(CUEQUIVARIANCE, next(filter(None, map(installed, TRIANGLE)), "not installed"), triangle, compiles=True),
     ]

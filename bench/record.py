@@ -24,7 +24,8 @@ import flexattn
 from flexattn.bench.shapes import Workload
 
 SCHEMA = 1
-PACKAGES = ("triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4")
+TRIANGLE = ("cuequivariance-ops-torch-cu13", "cuequivariance-ops-torch-cu12")  # cuEquivariance's packages with kernels
+PACKAGES = ("triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", *TRIANGLE)
 
 
 class Ceilings(NamedTuple):

@@ -61,6 +61,8 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
                 asked = [i for i in plan.implementations if i.serves(workload, direction)]
                 arguments = (asked, tensors, checker, work, ceilings, None if plan.only_check else timer)
                 new = measure(workload, direction, *arguments)
+                if plan.device == "cuda":
+                    torch.cuda.synchronize()  # raises after a fault of a kernel, with which no later cell can run
                 rows += new
                 for row in new:
                     if row.status == "refused" and (row.implementation, row.reason) in refused:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from flexattn.bench.model_shapes import SHAPES, Shape
 
 DIRECTIONS = ("forward", "backward", "both")
 SCORES = ("", "softcap", "alibi", "relative_bias")
@@ -16,7 +19,9 @@ class Workload(NamedTuple):
 
     lengths_q, lengths_kv: tokens of each sequence; thd packs them, bshd needs them equal.
     score: modification of each scaled score: "softcap" (50 * tanh(s / 50), Gemma 2's), "alibi", "relative_bias" (a table's entry
-        for each head and distance), or "".
+        for each head and distance), "dense_bias", or "".
+    biases: matrices [heads, seqlen_q, seqlen_kv] of a dense bias, which have gradients. Each is added to batch / biases sequences.
+    hidden_keys: share of the keys of each sequence that a mask hides, at random places.
     """
 
     name: str
@@ -33,6 +38,8 @@ class Workload(NamedTuple):
     score: str = ""
     qkv_format: str = "bshd"
     dtype: str = "bfloat16"
+    biases: int = 1
+    hidden_keys: float = 0.0
 
     @property
     def batch(self) -> int:
@@ -61,6 +68,11 @@ class Workload(NamedTuple):
         return self.num_heads // self.num_heads_kv
 
     @property
+    def repeats_bias(self) -> bool:
+        """Returns whether more than one sequence, but not all, share a matrix of the dense bias."""
+        return self.biases not in (1, self.batch)
+
+    @property
     def is_causal(self) -> bool:
         return "causal" in self.attn_mask_type
 
@@ -77,7 +89,10 @@ class Workload(NamedTuple):
         parts = [tokens, heads, dims, self.attn_mask_type]
         parts += [f"window {self.window_size}"] if self.window_size != (-1, -1) else []
         parts += [f"{self.softmax_type} sink"] if self.softmax_type != "vanilla" else []
-        return " ".join([*parts, *filter(None, [self.score])])
+        parts += [self.score] if self.score else []
+        parts += [f"of {self.biases} matrices"] if self.biases > 1 else []
+        parts += [f"{self.hidden_keys:.0%} of keys hidden"] if self.hidden_keys else []
+        return " ".join(parts)
 
     def shortened(self, longest: int, most_sequences: int = 2, most_heads: int = 2) -> Workload:
         """Returns a call of the same kind, small enough for Triton's interpreter: fewer and shorter sequences, fewer heads."""
@@ -90,6 +105,7 @@ class Workload(NamedTuple):
         left, right = self.window_size
         return self._replace(
             name=f"{self.name} shortened",
+            biases=min(self.biases, most_sequences),
             lengths_q=cut(self.lengths_q) if self.seqlen_q > 1 else self.lengths_q[:most_sequences],
             lengths_kv=cut(self.lengths_kv),
             num_heads=group,
@@ -161,6 +177,48 @@ def log_normal_lengths(tokens: int = 32768, median: float = 512.0, sigma: float 
     return tuple(lengths)
 
 
+PUBLISHED = "published"
+"""The group of shapes of published models, in `model_shapes`. A third of them is unseen."""
+
+
+def published(shape: Shape) -> Workload:
+    """Returns the workload of a published model's shape."""
+    lengths = (shape.seqlen_q,) * shape.batch
+    mask = "causal" if shape.is_causal else "no_mask"
+    if shape.packed is not None:
+        tokens, median, longest = shape.packed
+        lengths = log_normal_lengths(tokens, median, longest=longest)
+        mask = "padding_causal" if shape.is_causal else "padding"
+    return Workload(
+        f"models-{shape.name}",
+        PUBLISHED,
+        lengths,
+        (shape.seqlen_kv,) * shape.batch if shape.seqlen_kv else lengths,
+        shape.heads,
+        shape.heads_kv or shape.heads,
+        shape.head_dim,
+        shape.head_dim_v or shape.head_dim,
+        attn_mask_type=mask,
+        window_size=shape.window,
+        softmax_type="learnable" if shape.has_sink else "vanilla",
+        score="dense_bias" if shape.biases else "softcap" if shape.has_softcap else "",
+        qkv_format="bshd" if shape.packed is None else "thd",
+        biases=shape.biases or 1,
+        hidden_keys=shape.hidden_keys,
+    )
+
+
+def is_unseen(workload: Workload) -> bool:
+    """Returns whether a published shape is one that no tile and no rule is chosen by. A hash of the name decides."""
+    return workload.group == PUBLISHED and hashlib.sha256(workload.name.encode()).digest()[0] < 256 // 3
+
+
+def scores_of(workload: Workload) -> int:
+    """Returns the scores of all heads times the head dims, the masked ones included: an order of the time that a shape takes."""
+    pairs = sum(q * kv for q, kv in zip(workload.lengths_q, workload.lengths_kv, strict=True))
+    return pairs * workload.num_heads * (workload.head_dim_qk + workload.head_dim_v)
+
+
 RAGGED = tuple(
     ragged(f"ragged-{name}", lengths, (32, 8), (128, 128))
     for name, lengths in (("documents", DOCUMENTS), ("log-normal", log_normal_lengths()))
@@ -215,6 +273,8 @@ WORKLOADS: dict[str, Workload] = {
         *(older(96, mask, s) for mask in MASKS for s in (1024, 4096)),
         *(older(d, mask, 256) for d in (64, 128) for mask in MASKS),
         *map(windowed, SWEEP_HEAD_DIMS),
+        # The slowest last, so that a run whose time is spent has all others.
+        *sorted(map(published, SHAPES), key=scores_of),
         # A fixed number of tokens: work grows with s, and memory should not grow.
         *(dense(f"scaling-s{s}", "scaling", 131072 // s, s, (8, 8), (64, 64), **CAUSAL) for s in SCALING_SEQLENS),
     )
@@ -269,7 +329,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "long-*",
     ),
     "sweep": ("sweep-*",),
-    "models": ("llama3-*", "gpt-oss-*", "deepseek-*", "ragged-*"),
+    "models": ("models-*",),
     "small": ("small-*", "decode-*"),
     MODS: ("score-*",),
     "odd": ("odd-*",),

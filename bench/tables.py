@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from flexattn.bench.record import Record, Row
-from flexattn.bench.shapes import MASKS, SWEEP_HEAD_DIMS, SWEEP_SEQLENS, Workload
+from flexattn.bench.shapes import MASKS, PUBLISHED, SWEEP_HEAD_DIMS, SWEEP_SEQLENS, Workload
 
 
 class Table(NamedTuple):
@@ -90,7 +90,7 @@ def group_tables(record: Record, with_share: bool = False) -> list[Table]:
     """TFLOP/s of every group other than the sweep, a table for each direction: implementations down, workloads across."""
     found = []
     for group, direction, names in _groups(record):
-        if group not in ("sweep", "memory"):
+        if group not in ("sweep", "memory", PUBLISHED):
             rows = _rows(record, direction, names, lambda row: figure(row, with_share), lambda row: row.status != "refused")
             found += [Table(f"{direction}, {group}", names, rows)] if rows else []
     return found

@@ -155,7 +155,7 @@ def test_every_workload_is_one() -> None:
         small = w.shortened(40)
         assert small.seqlen_q <= 40
         assert (small.head_dim_qk, small.attn_mask_type, small.score) == (w.head_dim_qk, w.attn_mask_type, w.score)
-    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd", "older"} == {
+    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd", "older", "published"} == {
         w.group for w in WORKLOADS.values()
     }
     assert len({sum(w.lengths_q) for w in select(["scaling"])}) == 1
@@ -175,7 +175,7 @@ def test_log_normal_lengths_are_the_same_everywhere() -> None:
 def test_shapes_are_chosen_by_name_pattern_and_preset() -> None:
     assert [w.name for w in select(["long-128k", "small-*"])] == ["long-128k", "small-s128", "small-s256", "small-s512"]
     assert {w.name for w in select(["standard"])} == {
-        w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd", "older")
+        w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd", "older", "published")
     }
     assert all(select([preset]) for preset in PRESETS)
     with pytest.raises(ValueError, match=r"no workload is called 'llama'; accepted: .*presets tiny, quick"):
@@ -276,7 +276,11 @@ def test_nothing_right_is_no_timing_at_all(small: tuple[Workload, Tensors]) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-log-normal", "decode-kv2048", "sweep-d64-full-s512"]
+    "name",
+    [
+        *("gpt-oss-window-s8192", "score-relative-bias", "ragged-log-normal", "decode-kv2048", "sweep-d64-full-s512"),
+        *("models-gpt-oss-window", "models-modernbert-window", "models-alphafold3-triangle-two", "models-qwen-image"),
+    ],
 )
 def test_the_reference_in_blocks_is_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = WORKLOADS[name].shortened(60, 3, 4)._replace(dtype="float32")
@@ -541,7 +545,7 @@ def test_compiling_alone_in_processes_measures_nothing(monkeypatch: pytest.Monke
         monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("ran in this process"))
     arguments = ["--shapes", "small-*", "--directions", "forward", "--peers", "SDPA flash", "--compile-only"]
     assert command.main([*arguments, "--compile-processes", "2", "--budget-s", "9"]) == 0
-    same = ["--directions", "forward", "--backends", "*", "--peers", "SDPA flash", "--flex-mode", "default"]
+    same = ["--directions", "forward", "--backends", "eager", "--peers", "SDPA flash", "--flex-mode", "default"]
     assert asked == [(same, ["small-s128", "small-s256", "small-s512"], 2, 9.0)]
     assert "compiled in 2 processes: 3 s" in capsys.readouterr().out
 
