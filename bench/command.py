@@ -179,7 +179,7 @@ def _measure(plan: Plan, args: argparse.Namespace) -> int:
 
 def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> float:
     """Compiles the plan's cells in processes, for `most` seconds; returns how many it took."""
-    backends = [i.name.removeprefix("flexattn ") for i in plan.implementations if tables.is_ours(i.name)]
+    backends = [i.name.removeprefix("flexattn ") for i in plan.implementations if tables.is_ours(i.name) and not mma.is_tile(i)]
     same = ["--directions", *plan.directions, "--backends", *backends, "--peers", *args.peers]
     same += ["--mma-tiles"] if args.mma_tiles else []
     names = [w.name for w in plan.workloads]

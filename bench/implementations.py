@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
 PORTABLE, HOPPER = "flexattn portable", "flexattn sm_90"
-"""The triton backend without its kernels for sm_90 or mma.sync, and with those for sm_90 in each call that they support."""
+"""The triton backend without its kernels for sm_90 or mma.sync, and with the kernels for sm_90 in each call that they support."""
 NAMED = (AUTO, HOPPER)
 """Implementations that are measured only if they are named, because they repeat kernels of the others."""
 MMA_CAPABILITIES = (80, 86, 89, 120)

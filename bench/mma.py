@@ -121,6 +121,10 @@ def tile_implementations(version: str) -> list[Implementation]:
     return list(found.values())
 
 
+def is_tile(implementation: Implementation) -> bool:
+    return implementation.name.startswith(TILES)
+
+
 def is_beside_flex(workload: Workload, direction: str) -> bool:
     """Returns whether a cell of the preset `older` has a row of FlexAttention, whose compilation takes most of the time."""
     return workload.group == MODS or (workload.group in ("sweep", OLDER) and workload.seqlen_q == max(SWEPT_SEQLENS))

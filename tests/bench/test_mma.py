@@ -79,7 +79,7 @@ def test_flex_attention_is_measured_in_some_cells() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-        chosen = command._implementations(args, "cuda")
+        chosen = command._implementations(args, "cuda", select([OLDER]))
     assert [i.name for i in chosen][:2] == [mma.MMA, mma.FLEX]
     [flex] = [i for i in chosen if i.name == mma.FLEX]
     cells = [(w, d) for w in select([OLDER]) for d in ("forward", "backward") if flex.serves(w, d)]
