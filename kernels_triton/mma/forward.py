@@ -49,6 +49,7 @@ from flexattn.kernels_triton.gluon.forward_work import (
     tile_of_work,
     unmasked_blocks,
 )
+from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.softmax import exponentials, for_threads, rescaled, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import sequence_of
@@ -72,7 +73,6 @@ from flexattn.kernels_triton.mma.fp8 import (
     scaled_sink_sum,
     score_descale,
     to_operand,
-    value_descale,
     words,
 )
 from flexattn.kernels_triton.mma.tiles import MmaTile, forward_tile
@@ -197,7 +197,8 @@ def _take_blocks(
         else:
             weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, PRODUCT, 2))
         if META.HAS_BLOCK_SCALES:
-            previous, descale_v = descale_v, value_descale(loads.scales, column, META)
+            scales, previous = loads.scales, descale_v
+            descale_v = load_descale(scales.v_blocks, scales.b, scales.h_kv, column)
             correction = correction * (previous / descale_v)
         acc0 = _add_values(rescaled(acc0, correction, META), weights, tiles.v.first.index(slot), META)
         if META.VALUES1 > 0:

@@ -133,14 +133,6 @@ def score_descale(scales: HeadScales, column, META: gl.constexpr):
 
 
 @gluon.jit
-def value_descale(scales: HeadScales, column, META: gl.constexpr):
-    v = scales.v
-    if META.HAS_BLOCK_SCALES:
-        v = load_descale(scales.v_blocks, scales.b, scales.h_kv, column)
-    return v
-
-
-@gluon.jit
 def factor_of_rows(factor, descale, scale, META: gl.constexpr):
     # Returns each row's factor in the exponent, for the factor from `logits`
     if META.IS_MODIFIED:
