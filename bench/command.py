@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from flexattn.bench import record, tables
+import flexattn
+from flexattn.bench import mma, record, tables
 from flexattn.bench.implementations import EAGER, TRITON, Implementation, ours
-from flexattn.bench.peers import FLEX_MODE, peers
+from flexattn.bench.peers import FLEX, FLEX_MODE, peers
 from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
-from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, select
+from flexattn.bench.shapes import DIRECTIONS, OLDER, PRESETS, WORKLOADS, select
 from flexattn.cli import Parser, program
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
@@ -58,6 +59,7 @@ def make_parser() -> Parser:
     what.add_argument(
         "--peers", nargs="*", metavar="NAME", default=["*"], help="by name or pattern; none to measure flexattn alone"
     )
+    what.add_argument("--mma-tiles", action="store_true", help="also candidates of tiles of the kernels for mma.sync")
     what.add_argument(
         "--flex-mode", default=FLEX_MODE, help="torch.compile's mode for FlexAttention, as max-autotune-no-cudagraphs"
     )
@@ -169,6 +171,7 @@ def _measure(plan: Plan, args: argparse.Namespace) -> int:
 def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> float:
     """Compiles the plan's cells in processes, for `most` seconds; returns how many it took."""
     same = ["--directions", *plan.directions, "--backends", *args.backends, "--peers", *args.peers]
+    same += ["--mma-tiles"] if args.mma_tiles else []
     names = [w.name for w in plan.workloads]
     seconds = compile_in_processes([*same, "--flex-mode", args.flex_mode], names, args.compile_processes, most)
     print(f"compiled in {args.compile_processes} processes: {seconds:.0f} s")
@@ -187,6 +190,10 @@ def _implementations(args: argparse.Namespace, device: str) -> list[Implementati
                 accepted = ", ".join(name.removeprefix(prefix) for name in pool)
                 raise ValueError(f"nothing to measure on {device} is called {pattern!r}; accepted: {accepted}")
             chosen |= {name: everyone[name] for name in found}
+    if args.preset == OLDER and FLEX in chosen:
+        chosen[FLEX] = chosen[FLEX]._replace(serves=mma.is_beside_flex)
+    if args.mma_tiles:
+        chosen |= {i.name: i for i in mma.tile_implementations(flexattn.__version__)}
     return list(chosen.values())
 
 

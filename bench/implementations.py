@@ -13,7 +13,7 @@ import flexattn
 from flexattn.bench.counts import band_of
 from flexattn.bench.environment import environment
 from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, mask_mod_of, score_mod_of
-from flexattn.bench.shapes import Workload
+from flexattn.bench.shapes import MODS, Workload
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.problem import Problem
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
 PORTABLE = "flexattn portable"
-"""The triton backend without its kernels for sm_90, where it has them."""
+"""The triton backend without its kernels for sm_90 or mma.sync, if it has such kernels for the GPU."""
+MMA_CAPABILITIES = (80, 86, 89, 120)
 KERNELS = {
     "forward": ("forward", "_attn_fwd_kernel"),
     "dq": ("backward", "_attn_bwd_dq_kernel"),
@@ -45,7 +46,7 @@ class Implementation(NamedTuple):
     version: str
     prepare: Callable[[Workload, Tensors, str], Prepared]
     compiles: bool = False  # kernels, when first run, into a cache on disk
-    is_of_mods: bool = False  # runs only workloads whose scores and masks are written as functions
+    serves: Callable[[Workload, str], bool] = lambda workload, direction: True  # whether a cell has a row of it
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,8 +85,9 @@ def differentiable(
     return prepare
 
 
-def _attention(backend: str, workload: Workload, tensors: Tensors) -> Attend:
-    arguments = arguments_of(workload, tensors) | {"backend": backend}
+def attention_of(backend: str, workload: Workload, tensors: Tensors, **more: Any) -> Attend:
+    """Returns attention() on a backend with the workload's arguments and `more`."""
+    arguments = arguments_of(workload, tensors) | {"backend": backend, **more}
     return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
 
 
@@ -104,21 +106,21 @@ def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out
 
 
-def _without_hopper(prepare: Callable[[Workload, Tensors, str], Prepared]) -> Callable[[Workload, Tensors, str], Prepared]:
-    """Returns `prepare` with FLEXATTN_HOPPER=never, which each call reads."""
+def with_wish(wish: str, prepare: Callable[[Workload, Tensors, str], Prepared]) -> Callable[[Workload, Tensors, str], Prepared]:
+    """Returns `prepare` with FLEXATTN_HOPPER=`wish`, which each call reads."""
 
-    def never(call: Callable[[], Any]) -> Callable[[], Any]:
+    def wished(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
-            with environment({"FLEXATTN_HOPPER": "never"}):
+            with environment({"FLEXATTN_HOPPER": wish}):
                 return call()
 
         return run
 
-    def prepare_without(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
-        prepared = never(lambda: prepare(workload, tensors, direction))()
-        return Prepared(*map(never, prepared))
+    def prepare_with(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+        prepared = wished(lambda: prepare(workload, tensors, direction))()
+        return Prepared(*map(wished, prepared))
 
-    return prepare_without
+    return prepare_with
 
 
 def ours(device: str) -> list[Implementation]:
@@ -126,15 +128,21 @@ def ours(device: str) -> list[Implementation]:
     version = flexattn.__version__
     backends = {TRITON: "triton", CUDNN: "cudnn"} if device == "cuda" else {EAGER: "eager"}
     found = [
-        Implementation(name, version, differentiable(functools.partial(_attention, backend)), compiles=backend == "triton")
+        Implementation(name, version, differentiable(functools.partial(attention_of, backend)), compiles=backend == "triton")
         for name, backend in backends.items()
     ]
-    if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        portable = _without_hopper(differentiable(functools.partial(_attention, "triton")))
+    major, minor = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else (0, 0)
+    if (major, minor) == (9, 0) or 10 * major + minor in MMA_CAPABILITIES:
+        portable = with_wish("never", differentiable(functools.partial(attention_of, "triton")))
         found.insert(1, Implementation(PORTABLE, version, portable, compiles=True))
+    if 10 * major + minor in MMA_CAPABILITIES:
+        from flexattn.bench.mma import implementations
+
+        found[1:1] = implementations(version)
     if device == "cuda":
         prepare = differentiable(_attention_with_mods)
-        found.append(Implementation(SCORE_MOD, version, prepare, compiles=True, is_of_mods=True))
+        has_mods = lambda workload, direction: workload.group == MODS  # noqa: E731
+        found.append(Implementation(SCORE_MOD, version, prepare, compiles=True, serves=has_mods))
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexattn.bench import charts, record, regret
+from flexattn.bench import charts, mma, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
 from flexattn.bench.peers import needs_dense_mask
@@ -35,6 +35,7 @@ from flexattn.bench.transformers_models import LARGE
 
 RESULTS = Path(__file__).parent / "results"
 MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
+OLDER = {"mma_sm_80_h200.json": "A100", "mma_sm_89_h200.json": "RTX 40, L4 and L40"}  # with the GPUs whose code they time
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 PLOTS = "plots"  # the folder beside the page
@@ -63,6 +64,7 @@ class Sources(NamedTuple):
     memory: Record
     decode: Mapping[str, Any]
     steps: Mapping[str, Any]
+    older: Mapping[str, Record]  # by file, as far as there are any
 
 
 @functools.cache
@@ -70,7 +72,8 @@ def sources() -> Sources:
     """Reads the result files. Raises OSError outside of a checkout, because only a checkout has them."""
     main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
     decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
-    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps)
+    older = {name: record.read(RESULTS / name) for name in OLDER if (RESULTS / name).is_file()}
+    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older)
 
 
 # ---- texts of the page and the README about a run
@@ -318,7 +321,7 @@ def _plain(text: str) -> str:
 
 def _sources(found: Sources) -> str:
     lines = []
-    for name, run in ((MAIN, found.main), (SECOND, found.second)):
+    for name, run in ((MAIN, found.main), (SECOND, found.second), *found.older.items()):
         versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
         lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
@@ -351,6 +354,14 @@ def _ceiling(found: Sources) -> str:
     )
 
 
+def older_gpus(found: Mapping[str, Record]) -> str:
+    """Returns a sentence and a table for each run of code for mma.sync."""
+    parts = (
+        f"{mma.claim(run)} This is code for {OLDER[name]}.\n\n{mma.table(run).markdown('workload')}" for name, run in found.items()
+    )
+    return "\n\n".join(parts)
+
+
 SWEEP_CORNER = "direction, head dim, mask"
 BLOCKS: dict[str, Callable[[Sources], str]] = {
     "the runs' cells": lambda s: f"{claim(s.main)}\n\n{_second(s)}",
@@ -372,9 +383,10 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 def performance(text: str, found: Sources) -> str:
     """Returns the page with each of its blocks replaced. Raises ValueError if a block is missing or unknown."""
     names = re.findall(BLOCK, text)
-    if sorted(name for name, _ in names) != sorted(BLOCKS):
-        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(BLOCKS)}")
-    return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{BLOCKS[match[1]](found)}\n\n{END}", text)
+    blocks = BLOCKS | ({"older GPUs": lambda s: older_gpus(s.older)} if found.older else {})
+    if sorted(name for name, _ in names) != sorted(blocks):
+        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(blocks)}")
+    return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{blocks[match[1]](found)}\n\n{END}", text)
 
 
 def _begin(name: str) -> str:

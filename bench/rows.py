@@ -1,6 +1,6 @@
 """Rows that a result file supports: tiles for `kernels_triton/common/tiles.py`, and rules for backends in `crossovers.py`.
 
-Rules among kernel families are written by hand: a record names an implementation, and "flexattn triton" may be any family.
+Rules among kernel families are written by hand, because "flexattn triton" may be any family, except for the families for mma.sync.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flexattn.bench import mma
 from flexattn.bench.counts import band_of
 from flexattn.bench.implementations import CUDNN, KERNELS, TRITON, committed_tile
 from flexattn.bench.record import Record
@@ -190,6 +191,9 @@ def emit(records: Mapping[str, Record]) -> str:
     preferences: list[str] = []
     for name, record in records.items():
         lines, rules = tile_rows(name, record), [_rule_code(rule) for rule in faster_rows(name, record)]
+        if mma.MMA in record.implementations():
+            lines += mma.tile_lines(record)
+            rules += [_rule_code(rule) for rule in (*mma.rules(name, record), *mma.sdpa_rules(name, record))]
         if not lines and not rules:
             ours = [n for n in record.implementations() if is_ours(n)]
             raise ValueError(

@@ -22,7 +22,7 @@ from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import HOST, MEASURES, MEMORY, Timer, measure, measure_ceilings, time_on_cpu, time_on_device
 from flexattn.bench.peers import PEERS_NOTE
 from flexattn.bench.record import Record, Row
-from flexattn.bench.shapes import MODS, Workload
+from flexattn.bench.shapes import Workload
 
 
 class Plan(NamedTuple):
@@ -58,7 +58,7 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
             checker = Checker(workload, tensors)
             for direction in directions:
                 work = counts.work(workload, direction)
-                asked = [i for i in plan.implementations if workload.group == MODS or not i.is_of_mods]
+                asked = [i for i in plan.implementations if i.serves(workload, direction)]
                 arguments = (asked, tensors, checker, work, ceilings, None if plan.only_check else timer)
                 new = measure(workload, direction, *arguments)
                 rows += new
@@ -136,8 +136,9 @@ def compile_only(plan: Plan) -> None:
     for workload in plan.workloads:
         tensors = make_tensors(workload, plan.device)
         directions = [d for d in plan.directions if d in workload.directions]
-        asked = [i for i in compiling if workload.group == MODS or not i.is_of_mods]
-        for direction, implementation in itertools.product(directions, asked):
+        for direction, implementation in itertools.product(directions, compiling):
+            if not implementation.serves(workload, direction):
+                continue
             with contextlib.suppress(Exception):  # the run shows the reason in the cell
                 implementation.prepare(workload, tensors, direction).results()
 

@@ -168,6 +168,20 @@ RAGGED = tuple(
 CAUSAL = {"attn_mask_type": "causal"}
 MODS = "score_mods"
 """The group of scores and masks that FlexAttention is made for. flexattn also runs them written as functions."""
+OLDER = "older"
+"""Shapes beside the sweep's for GPUs with mma.sync: head dim 96, short sequences and windows."""
+
+
+def older(head_dim: int, mask: str, seqlen: int) -> Workload:
+    """Returns `sweep` in the group `OLDER`."""
+    return sweep(head_dim, mask, seqlen)._replace(name=f"older-d{head_dim}-{mask}-s{seqlen}", group=OLDER)
+
+
+def windowed(head_dim: int) -> Workload:
+    """Returns 4,096 tokens whose queries see 1,024 keys each."""
+    return older(head_dim, "causal", 4096)._replace(name=f"older-d{head_dim}-window-s4096", window_size=(1023, 0))
+
+
 SCALING_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 WORKLOADS: dict[str, Workload] = {
@@ -198,6 +212,9 @@ WORKLOADS: dict[str, Workload] = {
         ragged("score-document-mask", DOCUMENTS, (16, 16), (128, 128), MODS),
         *(sweep(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in SWEEP_SEQLENS),
         *(odd(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in ODD_SEQLENS),
+        *(older(96, mask, s) for mask in MASKS for s in (1024, 4096)),
+        *(older(d, mask, 256) for d in (64, 128) for mask in MASKS),
+        *map(windowed, SWEEP_HEAD_DIMS),
         # A fixed number of tokens: work grows with s, and memory should not grow.
         *(dense(f"scaling-s{s}", "scaling", 131072 // s, s, (8, 8), (64, 64), **CAUSAL) for s in SCALING_SEQLENS),
     )
@@ -256,6 +273,13 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "small": ("small-*", "decode-*"),
     MODS: ("score-*",),
     "odd": ("odd-*",),
+    # The first ones are enough for a table; a run that ends early has them.
+    OLDER: (
+        *(f"sweep-d{d}-*-s{s}" for s in (4096, 1024) for d in SWEEP_HEAD_DIMS),
+        "older-d96-*",
+        *("llama3-8b-*", "ragged-documents", "ragged-log-normal", "score-*"),
+        *("sweep-*-s16384", "sweep-*-s512", "older-*", "decode-*"),
+    ),
     "scaling": ("scaling-*",),
     "all": ("*",),
 }

@@ -124,12 +124,15 @@ class _Part(NamedTuple):
         return [*(final if not self.provisional else []), *filter(None, notes)]
 
     def _faster_elsewhere(self) -> str | None:
-        """Returns a warning if PyTorch's own attention was measured to be faster than the portable kernels for such a call."""
-        if self.kernels is None or self.kernels.family.capabilities:
+        """Returns a warning if PyTorch's own attention was measured to be faster than the chosen kernels for such a call."""
+        if self.kernels is None:
+            return None
+        is_mma = self.kernels.family.name.startswith("mma.sync")
+        if self.kernels.family.capabilities and not is_mma:
             return None
         from flexattn.kernels_triton.common.crossovers import deciding
 
-        rule = deciding("sdpa", facts_of(self.spec, self.direction))
+        rule = deciding("sdpa beside mma.sync" if is_mma else "sdpa", facts_of(self.spec, self.direction))
         if rule is None:
             return None
         return (

@@ -21,7 +21,10 @@ from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
-_NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
+_NEVER_RAN = "it was compiled and emulated, and never run on such a GPU"
+
+MMA_HAS_RUN = False
+"""Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
 
 
 def _hopper(name: str) -> Any:
@@ -119,6 +122,7 @@ _EMULATED = (
     "mma.sync",
     "mma.sync FP8",
     "mma.sync fused",
+    "mma.sync two-kernel",
     "sm_90",
     "sm_90 fused",
     "sm_90 fused 192",
@@ -328,7 +332,7 @@ MMA_FORWARD = Family[Forward](
     run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(_mma("forward"), call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=False,
+    has_run=MMA_HAS_RUN,
 )
 
 
@@ -433,7 +437,20 @@ MMA_FUSED = Family[Backward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=False,
+    has_run=MMA_HAS_RUN,
+)
+
+MMA_TWO_KERNELS = Family[Backward](
+    name="mma.sync two-kernel",
+    direction="backward",
+    unsupported=lambda call: _mma("conditions").two_kernels_unsupported(call),
+    tile=lambda call: (_mma("tiles").dq_tile(call.problem), _mma("tiles").backward_tile(call.problem)),
+    blocks=lambda tiles: (
+        f"dq {_blocks(tiles[0].block_m, tiles[0].block_n)}, dk and dv {_blocks(tiles[1].block_m, tiles[1].block_n)}"
+    ),
+    run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
+    capabilities=frozenset((80, 86, 89, 120)),
+    has_run=MMA_HAS_RUN,
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
@@ -514,7 +531,7 @@ FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     True: (HOPPER_FP8_FORWARD, MMA_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
-    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, PORTABLE_BACKWARD),
+    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, MMA_TWO_KERNELS, PORTABLE_BACKWARD),
     True: (
         HOPPER_FP8_FUSED,
         HOPPER_FP8_TWO_KERNELS,

@@ -214,6 +214,9 @@ _FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
 _OLDER: dict[str, Any] = {"dtype": "bfloat16", "layout": "dense", "kind": "plain", "tokens": (1024, 4096)}
 """Columns of rules that `python -m flexattn.bench.older_tiles --rows` prints: an H200 ran the code of sm_80."""
 
+_MMA: dict[str, Any] = {"dropout": False, "packed": False, "paged": False, "source": "mma_first_h200.json"}
+"""Columns of rules that `python -m flexattn bench --emit-rows` prints for the first run of the kernels for mma.sync."""
+
 # fmt: off
 CROSSOVERS: tuple[Rule, ...] = (
     # --- sm_90: the forward of a half type, head dims up to 256. First few queries, as in decoding: loading the keys is their work.
@@ -425,6 +428,21 @@ CROSSOVERS: tuple[Rule, ...] = (
          grouped=False, tokens=(None, 256), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
     Rule(use="portable", tile="one_grid", capability=90, element_size=2, head_dim=64, mask="causal", has_left=False, dropout=False,
          packed=False, grouped=False, tokens=(None, 512), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
+    # --- mma.sync: code of sm_80 on an H200, with an H200's occupancy. `families.MMA_HAS_RUN` says whether these rules are used.
+    Rule(use="mma.sync", capability=80, head_dim=64, mask=("causal", "open"), **_MMA, queries=(512, None), gain=1.19),
+    Rule(use="mma.sync", capability=80, head_dim=128, mask=("causal", "open"), **_MMA, queries=(512, None), gain=1.15),
+    Rule(use="mma.sync", capability=80, head_dim=192, mask=("causal", "open"), **_MMA, queries=(1024, None), gain=2.50),
+    Rule(use="mma.sync", capability=80, head_dim=256, mask=("causal", "open"), **_MMA, queries=(1024, None), gain=1.46),
+    Rule(use="mma.sync fused", capability=80, head_dim=64, mask=("causal", "open"), **_MMA, queries=(512, None), gain=1.16),
+    Rule(use="mma.sync fused", capability=80, head_dim=128, mask=("causal", "open"), **_MMA, queries=(512, None), gain=1.28),
+    Rule(use="mma.sync fused", capability=80, head_dim=256, mask=("causal", "open"), **_MMA, queries=(1024, None), gain=1.66),
+    # --- SDPA's FlashAttention-2 beside these kernels
+    Rule(use="sdpa beside mma.sync", direction="forward", capability=80, head_dim_qk=256, head_dim_v=256, mask="causal",
+         **_OLDER, gain=1.05, source="mma_first_h200.json"),
+    Rule(use="sdpa beside mma.sync", direction="forward", capability=80, head_dim_qk=256, head_dim_v=256, mask="open",
+         **_OLDER, gain=1.06, source="mma_first_h200.json"),
+    Rule(use="sdpa beside mma.sync", direction="backward", capability=80, head_dim_qk=256, head_dim_v=256, mask="open",
+         **_OLDER, gain=1.14, source="mma_first_h200.json"),
     # --- GPUs before Hopper and RTX 50: PyTorch's FlashAttention-2 beside the portable kernels, as sm_80 code on an H200.
     Rule(use="sdpa", direction="forward", capability=80, head_dim_qk=64, head_dim_v=64, mask="causal",
          **_OLDER, gain=1.08, source="older_tiles_h200.json"),

@@ -13,6 +13,7 @@ from flexattn.kernels_triton.common.features import is_plain, with_features
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import slots_of_heads, split_head_dim
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
+from flexattn.kernels_triton.gluon.forward_launch import Cut
 from flexattn.kernels_triton.mma.tiles import MmaTile
 
 
@@ -53,11 +54,19 @@ class MmaMeta(NamedTuple):
     ALIGN: int
 
 
-def forward_meta(problem: Problem, tile: MmaTile, group: int, *, is_split: bool, has_max_logit: bool) -> Any:
+def _per_word(problem: Problem) -> int:
+    return 2 if problem.is_fp8 else 1  # numbers
+
+
+def columns_of_part(problem: Problem) -> int:
+    """Returns the columns of the result of a KV split: the widths of v's parts."""
+    return _per_word(problem) * sum(split_head_dim(problem.v.shape[-1] // _per_word(problem)))
+
+
+def forward_meta(problem: Problem, tile: MmaTile, group: int, cut: Cut, has_max_logit: bool) -> Any:
     """Returns the `MmaMeta` of a launch whose tiles have `group` heads each."""
     x = problem
-    per_word = 2 if x.is_fp8 else 1
-    head_dim_qk, head_dim_v = (t.shape[-1] // per_word for t in (x.q, x.v))
+    head_dim_qk, head_dim_v = (t.shape[-1] // _per_word(x) for t in (x.q, x.v))
     qk, values = split_head_dim(head_dim_qk), split_head_dim(head_dim_v)
     return MmaMeta(
         **x.features._asdict(),
@@ -66,8 +75,8 @@ def forward_meta(problem: Problem, tile: MmaTile, group: int, *, is_split: bool,
         HAS_MAX_LOGIT=has_max_logit,
         HEADS=group,
         GROUP=slots_of_heads(group),
-        IS_SPLIT=is_split,
-        IS_PLANNED=False,
+        IS_SPLIT=cut.is_split,
+        IS_PLANNED=cut.is_planned,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         HAS_PAGES=x.page_table is not None,
@@ -80,7 +89,7 @@ def forward_meta(problem: Problem, tile: MmaTile, group: int, *, is_split: bool,
         WARPS=tile.warps,
         QK0=qk[0],
         QK1=qk[1],
-        V0=sum(values) * per_word,
+        V0=columns_of_part(x),
         VALUES0=values[0],
         VALUES1=values[1],
         HEAD_DIM_QK=head_dim_qk,

@@ -1,9 +1,10 @@
 """Fused backward attention in Gluon for GPUs with mma.sync and cp.async: dk and dv of a block of keys, and its parts of dq.
 
 A program keeps dk and dv in registers, and adds each block's dq to fp32 sums in global memory by atomics, in an arbitrary order. So
-the last bits of dq differ from run to run. Scores are transposed: rows are keys. If all warps are along keys, weights and ds stay
-in registers as operands of dv and dk (FlashAttention-2, arXiv 2307.08691); otherwise they go through shared memory. q and the
-statistics come in a ring, and dout in one buffer, under the products that do not read it.
+the last bits of dq differ from run to run; `backward_dq` computes dq in a kernel of its own. Scores are transposed: rows are keys.
+If all warps are along keys, weights and ds stay in registers as operands of dv and dk (FlashAttention-2, arXiv 2307.08691);
+otherwise they go through shared memory. q and the statistics come in a ring, and dout in one buffer, under the products that do
+not read it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Rows, Scores
 from flexattn.kernels_triton.common.features import with_features
-from flexattn.kernels_triton.common.preprocess import tiled_statistics
-from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.preprocess import Tiled, tiled_statistics
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.scores import logits, through_mods
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     LargeLse,
@@ -38,10 +40,19 @@ from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
-from flexattn.kernels_triton.mma.arguments import product_layout, rows_layout, swizzled
+from flexattn.kernels_triton.mma.arguments import Parts, allocate_parts, product_layout, swizzled
 from flexattn.kernels_triton.mma.copies import copy_block
 from flexattn.kernels_triton.mma.dq_sums import add_to_sums, convert_dq
 from flexattn.kernels_triton.mma.dropout import keeps
+from flexattn.kernels_triton.mma.products import (
+    Destination,
+    add_product,
+    at,
+    load_operand,
+    product_of_rows,
+    store_part,
+    zeros_of_part,
+)
 from flexattn.kernels_triton.mma.tiles import MmaBackwardTile, backward_tile
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
@@ -53,7 +64,10 @@ class MmaBackwardMeta(NamedTuple):
 
     BLOCK_M: int
     BLOCK_N: int
-    DIM: int  # width of the tiles of q, k, v and dout
+    QK0: int  # widths of the one or two parts of a head dim
+    QK1: int
+    V0: int
+    V1: int
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     WARPS: int
@@ -62,6 +76,7 @@ class MmaBackwardMeta(NamedTuple):
     QUERY_WARPS: int  # warps along the queries in dq
     Q_STAGES: int
     HOLDS_V: bool
+    ADDS_DQ: bool  # False: the kernel computes dk and dv alone
     GROUP: int  # heads of a tile, for dropout
     IS_FP8: bool
     ALIGN: int
@@ -90,29 +105,22 @@ class MmaBackwardArguments(NamedTuple):
 class Tiles(NamedTuple):
     """In shared memory: k and v, rings of q and the statistics, dout, weights and ds; v may be in registers."""
 
-    k: Any
-    v: Any
-    q: Any
-    dout: Any
+    k: Parts
+    v: Parts
+    q: Parts
+    dout: Parts
     statistics: Any
     weights: Any
     ds: Any
 
 
-@gluon.jit
-def _scores_of(a, b, zeros, IN_REGISTERS: gl.constexpr):
-    # Returns a b^T over the head dim, a few columns at a time unless a is in registers
-    A: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, zeros.type.layout, 2)
-    WIDTH: gl.constexpr = b.shape[1]
-    s = zeros
-    if IN_REGISTERS:
-        s = mma_v2(a, b.permute((1, 0)).load(B), s)
-    else:
-        AT_ONCE: gl.constexpr = min(WIDTH, 64)
-        for first in gl.static_range(0, WIDTH, AT_ONCE):
-            s = mma_v2(a.slice(first, AT_ONCE, 1).load(A), b.slice(first, AT_ONCE, 1).permute((1, 0)).load(B), s)
-    return s
+class Sums(NamedTuple):
+    """dk and dv of a block of keys, the columns of both parts; without a second part the first is repeated."""
+
+    dk0: Any
+    dk1: Any
+    dv0: Any
+    dv1: Any
 
 
 @gluon.jit
@@ -122,7 +130,7 @@ def _copy_queries(args: MmaBackwardArguments, tiles: Tiles, slot, position: Quer
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [META.WARPS], [0])
     row = query_block(position.n, block.block_range, META)[0]
     base = row_pointer(args.q, block.b, position.h, block.sequence.start_q + row, META)
-    copy_block(args.q, tiles.q.index(slot), META.HEAD_DIM_QK, base, block.sequence.len_q - row, META)
+    copy_block(args.q, tiles.q, slot, META.QK0, META.HEAD_DIM_QK, base, block.sequence.len_q - row, META)
     tile = block.first_statistics + (position.h - block.h) * args.tiles_of_statistics + row // BLOCK_M
     if META.BLOCK_SIZE_Q > 0:  # a listed block may be past the end; then the tile of no query is loaded
         tile = gl.where(row < block.sequence.len_q, tile, tile * 0)
@@ -134,53 +142,63 @@ def _copy_queries(args: MmaBackwardArguments, tiles: Tiles, slot, position: Quer
 def _copy_dout(args: MmaBackwardArguments, tiles: Tiles, position: QueryHead, block: Block, META: gl.constexpr):
     row = query_block(position.n, block.block_range, META)[0]
     base = row_pointer(args.dout, block.b, position.h, block.sequence.start_q + row, META)
-    copy_block(args.dout, tiles.dout, META.HEAD_DIM_V, base, block.sequence.len_q - row, META)
+    copy_block(args.dout, tiles.dout, 0, META.V0, META.HEAD_DIM_V, base, block.sequence.len_q - row, META)
 
 
 @gluon.jit
-def _add_dq(dq, args: MmaBackwardArguments, position: QueryHead, row, block: Block, META: gl.constexpr):
+def _add_part_of_dq(sums_ptr, ds, k, FIRST: gl.constexpr, LAYOUT: gl.constexpr, META: gl.constexpr):
+    # dq = ds k, the columns of a part
+    no_dq = zeros_of_part(META.BLOCK_M, k.shape[1], LAYOUT)
+    add_to_sums(sums_ptr, add_product(no_dq, ds, k), FIRST, META.HEAD_DIM_QK)
+
+
+@gluon.jit
+def _add_dq(ds_tile, k: Parts, args: MmaBackwardArguments, position: QueryHead, row, block: Block, META: gl.constexpr):
+    QUERIES: gl.constexpr = product_layout(META.QUERY_WARPS, META.WARPS // META.QUERY_WARPS)
+    ds = ds_tile.permute((1, 0)).load(gl.DotOperandLayout(0, QUERIES, 2))
     tile = block.first_statistics + (position.h - block.h) * args.tiles_of_statistics
     first = tile * META.BLOCK_M + row
-    add_to_sums(args.sums_ptr + first.to(gl.int64) * META.HEAD_DIM_QK, dq, META.HEAD_DIM_QK)
+    sums_ptr = args.sums_ptr + first.to(gl.int64) * META.HEAD_DIM_QK
+    _add_part_of_dq(sums_ptr, ds, k.first, 0, QUERIES, META)
+    if META.QK1 > 0:
+        _add_part_of_dq(sums_ptr, ds, k.second, META.QK0, QUERIES, META)
 
 
 @gluon.jit
-def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.constexpr, META: gl.constexpr):
-    # Returns dk, without the softmax scale, and dv
+def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, sums: Sums, MODS: gl.constexpr, META: gl.constexpr):
+    # Returns dk, without the softmax scale, and dv; `sums` are zeros
     DTYPE: gl.constexpr = args.k.ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = META.BLOCK_M
     BLOCK_N: gl.constexpr = META.BLOCK_N
-    DIM: gl.constexpr = META.DIM
     WARPS: gl.constexpr = META.WARPS
     Q_STAGES: gl.constexpr = META.Q_STAGES
     SCORES: gl.constexpr = product_layout(META.SCORE_WARPS, WARPS // META.SCORE_WARPS)
-    KEYS: gl.constexpr = product_layout(META.KEY_WARPS, WARPS // META.KEY_WARPS)
-    QUERIES: gl.constexpr = product_layout(META.QUERY_WARPS, WARPS // META.QUERY_WARPS)
     HOLDS_WEIGHTS: gl.constexpr = META.SCORE_WARPS == WARPS and META.KEY_WARPS == WARPS
-    OF_KEYS: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
-    BESIDE_KEYS: gl.constexpr = gl.DotOperandLayout(1, KEYS, 2)
+    OF_KEYS: gl.constexpr = gl.DotOperandLayout(0, sums.dk0.type.layout, 2)
     STATISTICS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scores = args.scores
-    k_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, DIM], swizzled(DIM))
-    v_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, DIM], swizzled(DIM))
+    k_tile = allocate_parts(DTYPE, 1, BLOCK_N, META.QK0, META.QK1)
+    v_tile = allocate_parts(DTYPE, 1, BLOCK_N, META.V0, META.V1)
     first_key = block.sequence.start_kv + block.first_row
     keys_left = block.sequence.len_kv - block.first_row
-    copy_block(args.k, k_tile, META.HEAD_DIM_QK, row_pointer(args.k, block.b, block.h_kv, first_key, META), keys_left, META)
-    copy_block(args.v, v_tile, META.HEAD_DIM_V, row_pointer(args.v, block.b, block.h_kv, first_key, META), keys_left, META)
-    v = v_tile
+    k_base = row_pointer(args.k, block.b, block.h_kv, first_key, META)
+    v_base = row_pointer(args.v, block.b, block.h_kv, first_key, META)
+    copy_block(args.k, k_tile, 0, META.QK0, META.HEAD_DIM_QK, k_base, keys_left, META)
+    copy_block(args.v, v_tile, 0, META.V0, META.HEAD_DIM_V, v_base, keys_left, META)
+    v = at(v_tile, 0)
     if META.HOLDS_V:  # its shared memory is free for other tiles
         async_copy.commit_group()
         async_copy.wait_group(0)
-        v = v_tile.load(gl.DotOperandLayout(0, SCORES, 2))
+        v = load_operand(v, gl.DotOperandLayout(0, SCORES, 2))
     ds_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], swizzled(BLOCK_M))
     weights_tile = ds_tile
     if not HOLDS_WEIGHTS:
         weights_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], swizzled(BLOCK_M))
     tiles = Tiles(
-        k=k_tile,
+        k=at(k_tile, 0),
         v=v,
-        q=gl.allocate_shared_memory(DTYPE, [Q_STAGES, BLOCK_M, DIM], swizzled(DIM)),
-        dout=gl.allocate_shared_memory(DTYPE, [BLOCK_M, DIM], swizzled(DIM)),
+        q=allocate_parts(DTYPE, Q_STAGES, BLOCK_M, META.QK0, META.QK1),
+        dout=allocate_parts(DTYPE, 1, BLOCK_M, META.V0, META.V1),
         statistics=gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2 * BLOCK_M], STATISTICS),
         weights=weights_tile,
         ds=ds_tile,
@@ -192,11 +210,10 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.c
     rows = block.first_row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
-    no_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=QUERIES)
-    dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=KEYS)
-    dv = gl.zeros([BLOCK_N, DIM], gl.float32, layout=KEYS)
+    dk0, dk1, dv0, dv1 = sums.dk0, sums.dk1, sums.dv0, sums.dv1
     draws = dropout_state(args.dropout, block.first_head, META)
     uncut_from = first_uncut_query(block.first_row, BLOCK_N, block.band, META)
+    dout = at(tiles.dout, 0)
     for n in range(iterations):  # counts the blocks of all query heads
         slot = n % Q_STAGES
         has_next = n + 1 < iterations
@@ -206,10 +223,10 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.c
         head = head_at(position, values, block, scores, META)
         columns = row + block_columns
         i, j = columns[None, :], rows[:, None]
-        q = tiles.q.index(slot)
+        q = at(tiles.q, slot)
         statistics = tiles.statistics.index(slot)
         async_copy.wait_group(0)  # this block's q, statistics and dout
-        s = _scores_of(tiles.k, q, zeros, False)
+        s = product_of_rows(tiles.k, q, zeros, False, META.QK1 > 0)
         s, factor, cap_tanh, score = logits(s, i, j, scores.scale, head, MODS, META)
         place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
         p = probabilities(s, factor, place, statistics.slice(0, BLOCK_M, 0), head, block, MODS, META)
@@ -219,7 +236,7 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.c
             weights = gl.where(keep, p, 0.0).to(DTYPE)
         if not HOLDS_WEIGHTS:
             tiles.weights.store(weights)
-        dp = _scores_of(tiles.v, tiles.dout, zeros, META.HOLDS_V)
+        dp = product_of_rows(tiles.v, dout, zeros, META.HOLDS_V, META.V1 > 0)
         if META.HAS_DROPOUT:
             dp = scaled(gl.where(keep, dp, 0.0), draws, META)
         minus_delta = statistics.slice(BLOCK_M, BLOCK_M, 0).load(gl.SliceLayout(0, SCORES))
@@ -228,12 +245,15 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.c
             if has_next:
                 _copy_queries(args, tiles, 1 - slot, following, block, META)
             async_copy.commit_group()
-        tiles.ds.store(ds)
+        if META.ADDS_DQ or not HOLDS_WEIGHTS:
+            tiles.ds.store(ds)
         if HOLDS_WEIGHTS:
             weights_of_keys = gl.convert_layout(weights, OF_KEYS)
         else:
             weights_of_keys = tiles.weights.load(OF_KEYS)
-        dv = mma_v2(weights_of_keys, tiles.dout.load(BESIDE_KEYS), dv)
+        dv0 = add_product(dv0, weights_of_keys, dout.first)
+        if META.V1 > 0:
+            dv1 = add_product(dv1, weights_of_keys, dout.second)
         if has_next:
             _copy_dout(args, tiles, following, block, META)
         async_copy.commit_group()
@@ -241,58 +261,78 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.c
             ds_of_keys = gl.convert_layout(ds, OF_KEYS)
         else:
             ds_of_keys = tiles.ds.load(OF_KEYS)
-        ds_of_queries = tiles.ds.permute((1, 0)).load(gl.DotOperandLayout(0, QUERIES, 2))
-        dq = mma_v2(ds_of_queries, tiles.k.load(gl.DotOperandLayout(1, QUERIES, 2)), no_dq)
-        if META.BLOCK_SIZE_Q > 0:
-            if row < block.sequence.len_q:  # no row of this head is past the end
-                _add_dq(dq, args, position, row, block, META)
-        else:
-            _add_dq(dq, args, position, row, block, META)
-        dk = mma_v2(ds_of_keys, q.load(BESIDE_KEYS), dk)
+        if META.ADDS_DQ:
+            if META.BLOCK_SIZE_Q > 0:
+                if row < block.sequence.len_q:  # no row of this head is past the end
+                    _add_dq(tiles.ds, tiles.k, args, position, row, block, META)
+            else:
+                _add_dq(tiles.ds, tiles.k, args, position, row, block, META)
+        dk0 = add_product(dk0, ds_of_keys, q.first)
+        if META.QK1 > 0:
+            dk1 = add_product(dk1, ds_of_keys, q.second)
         if Q_STAGES == 1:
             if has_next:
                 _copy_queries(args, tiles, slot, following, block, META)
             async_copy.commit_group()
         position, values = following, following_values
     async_copy.wait_group(0)  # a program must not end under a copy
-    return dk, scaled(dv, draws, META)
-
-
-@gluon.jit
-def _store_gradient(x: Rows, total, HEAD_DIM: gl.constexpr, block: Block, META: gl.constexpr):
-    LAYOUT: gl.constexpr = rows_layout(META.DIM, META.WARPS)
-    total = gl.convert_layout(total.to(x.ptr.dtype.element_ty), LAYOUT)
-    rows = block.first_row + gl.arange(0, META.BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, META.DIM, layout=gl.SliceLayout(0, LAYOUT))
-    pointers = row_pointer(x, block.b, block.h_kv, block.sequence.start_kv + rows, META)
-    inside = (rows < block.sequence.len_kv)[:, None] & (columns < HEAD_DIM)[None, :]
-    gl.store(pointers[:, None] + columns[None, :], total, mask=inside)
+    return Sums(dk0=dk0, dk1=dk1, dv0=scaled(dv0, draws, META), dv1=scaled(dv1, draws, META))
 
 
 @hopper_kernel
 def _attn_bwd_mma_kernel(args: MmaBackwardArguments, MODS: gl.constexpr, META: gl.constexpr):
-    BLOCK_N: gl.constexpr = META.BLOCK_N
-    DIM: gl.constexpr = META.DIM
     KEYS: gl.constexpr = product_layout(META.KEY_WARPS, META.WARPS // META.KEY_WARPS)
     block = key_block_of_program(args, META)
     iterations = block.num_blocks * args.work.group_size
-    dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=KEYS)
-    dv = gl.zeros([BLOCK_N, DIM], gl.float32, layout=KEYS)
+    dk0 = zeros_of_part(META.BLOCK_N, META.QK0, KEYS)
+    dv0 = zeros_of_part(META.BLOCK_N, META.V0, KEYS)
+    dk1, dv1 = dk0, dv0
+    if META.QK1 > 0:
+        dk1 = zeros_of_part(META.BLOCK_N, META.QK1, KEYS)
+    if META.V1 > 0:
+        dv1 = zeros_of_part(META.BLOCK_N, META.V1, KEYS)
+    sums = Sums(dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1)
     if iterations > 0:
-        dk, dv = _add_blocks(args, block, iterations, MODS, META)
-    _store_gradient(args.dv, dv, META.HEAD_DIM_V, block, META)
-    _store_gradient(args.dk, dk * args.scores.scale, META.HEAD_DIM_QK, block, META)
+        sums = _add_blocks(args, block, iterations, sums, MODS, META)
+    first, left = block.sequence.start_kv + block.first_row, block.sequence.len_kv - block.first_row
+    to_dv = Destination(x=args.dv, b=block.b, h=block.h_kv, first=first, left=left)
+    to_dk = Destination(x=args.dk, b=block.b, h=block.h_kv, first=first, left=left)
+    scale = args.scores.scale
+    store_part(to_dv, sums.dv0, 0, META.HEAD_DIM_V, META)
+    if META.V1 > 0:
+        store_part(to_dv, sums.dv1, META.V0, META.HEAD_DIM_V, META)
+    store_part(to_dk, sums.dk0 * scale, 0, META.HEAD_DIM_QK, META)
+    if META.QK1 > 0:
+        store_part(to_dk, sums.dk1 * scale, META.QK0, META.HEAD_DIM_QK, META)
 
 
-def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:
-    """Launches the backward of a call that `backward_unsupported` does not reject; the last bits of dq differ from run to run."""
-    x = call.problem
-    tile = tile or backward_tile(x)
+def arguments_of_backward(problem: Problem, tiled: Tiled) -> dict[str, Any]:
+    """Returns the arguments that both kernels of a backward have, by name."""
+    x = problem
+    return {
+        "statistics_ptr": tiled.statistics,
+        "tiles_of_statistics": tiled.tiles,
+        "large": LargeLse(is_any_ptr=tiled.large.is_any, lse_ptr=tiled.large.lse),
+        "lengths_q": x.lengths_q,
+        "lengths_kv": x.lengths_kv,
+        "band": x.band,
+        "scores": x.scores,
+        "dropout": x.dropout,
+    }
+
+
+def launch_key_blocks(call: Backward, tile: MmaBackwardTile, tiled: Tiled) -> None:
+    """Launches the kernel of blocks of keys: dk and dv and, if `tiled` has memory for its sums, dq."""
+    x, dq_sums = call.problem, tiled.dq_sums
+    qk, values = split_head_dim(x.q.shape[-1]), split_head_dim(x.v.shape[-1])
     meta = MmaBackwardMeta(
         **x.features._asdict(),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        DIM=tile.head_dim,
+        QK0=qk[0],
+        QK1=qk[1],
+        V0=values[0],
+        V1=values[1],
         HEAD_DIM_QK=x.q.shape[-1],
         HEAD_DIM_V=x.v.shape[-1],
         WARPS=tile.warps,
@@ -301,14 +341,15 @@ def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:
         QUERY_WARPS=tile.query_warps,
         Q_STAGES=tile.q_stages,
         HOLDS_V=tile.holds_v,
+        ADDS_DQ=dq_sums is not None,
         GROUP=1,
         IS_FP8=False,
         ALIGN=8,
     )
-    statistics, tiles, large, dq_sums, _ = tiled_statistics(call, tile.block_m, with_dq_sums=True)
-    assert dq_sums is not None
-    bytes_per_head = 12 * tile.head_dim * max(x.longest_q, x.longest_kv)  # approximate, as for other fused backwards
-    work, programs = backward_work(x, tile.block_n, "kv", bytes_per_head, is_fused=True)
+    bytes_per_head = 4 * (sum(qk) + sum(values)) * x.longest_q  # approximate: q and dout, twice, to leave room
+    if dq_sums is not None:
+        bytes_per_head = 12 * tile.head_dim * max(x.longest_q, x.longest_kv)  # as for other fused backwards
+    work, programs = backward_work(x, tile.block_n, "kv", bytes_per_head, is_fused=dq_sums is not None)
     arguments = MmaBackwardArguments(
         q=rows_of(x.q, meta),
         k=rows_of(x.k, meta),
@@ -316,22 +357,28 @@ def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:
         dout=rows_of(call.dout, meta),
         dk=rows_of(call.dk, meta),
         dv=rows_of(call.dv, meta),
-        statistics_ptr=statistics,
         sums_ptr=dq_sums,
-        tiles_of_statistics=tiles,
-        large=LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
+        **arguments_of_backward(x, tiled),
         work=work,
-        lengths_q=x.lengths_q,
-        lengths_kv=x.lengths_kv,
-        band=x.band,
-        scores=x.scores,
-        dropout=x.dropout,
         lists=x.lists("q"),
     )
     launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.q_stages)
     launch(_attn_bwd_mma_kernel, programs, x.device, launch_tile, (arguments, x.mods, meta))
-    convert_dq(x, dq_sums, tiles, tile.block_m, call.dq)
+
+
+def zero_padding_of_gradients(call: Backward) -> None:
+    x = call.problem
     if x.has_lengths:
         zero_padding(x, call.dq, "q")
         zero_padding(x, call.dk, "kv")
         zero_padding(x, call.dv, "kv")
+
+
+def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:
+    """Launches the backward of a call that `backward_unsupported` does not reject; the last bits of dq differ from run to run."""
+    tile = tile or backward_tile(call.problem)
+    tiled = tiled_statistics(call, tile.block_m, with_dq_sums=True)
+    assert tiled.dq_sums is not None
+    launch_key_blocks(call, tile, tiled)
+    convert_dq(call.problem, tiled.dq_sums, tiled.tiles, tile.block_m, call.dq)
+    zero_padding_of_gradients(call)

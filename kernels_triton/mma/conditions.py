@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Backward, Problem, is_loadable
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, number_of_splits
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, unsupported_block_mask, unsupported_call, unsupported_fp8_call
+from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask, unsupported_call, unsupported_fp8_call
 from flexattn.kernels_triton.gluon.descales import scale_error, scales_of
-from flexattn.kernels_triton.mma.tiles import CAPABILITIES, FP8_CAPABILITIES, WIDEST, backward_tile, forward_tile
+from flexattn.kernels_triton.mma.tiles import CAPABILITIES, FP8_CAPABILITIES, WIDEST, backward_tile, dq_tile, forward_tile
 from flexattn.kernels_triton.runtime.device import Tile, capability_of
 
 
@@ -38,22 +37,26 @@ def fp8_forward_unsupported(problem: Problem, out: Tensor, return_max_logit: boo
 def _unsupported_tile(problem: Problem) -> str | None:
     x = problem
     tile = forward_tile(x)
-    if reason := unsupported_block_mask(x, (tile.block_m, tile.block_n)):
-        return reason
-    from flexattn.kernels_triton.mma.forward import tiles_and_room  # imported here, because it needs Gluon's kernels
-
-    if number_of_splits(x, *tiles_and_room(x, tile, heads_of_a_tile(x, tile))) == BY_LENGTHS:
-        return "it does not split the keys of few queries by their lengths"
-    return None
+    return unsupported_block_mask(x, (tile.block_m, tile.block_n))
 
 
 def backward_unsupported(call: Backward) -> str | None:
     """Returns the reason if the fused backward cannot run this problem; None: it can."""
+    return "its dq is not deterministic" if call.deterministic else _unsupported_backward(call)
+
+
+def two_kernels_unsupported(call: Backward) -> str | None:
+    """Returns the reason if the two-kernel backward cannot run this problem; None: it can."""
+    if reason := _unsupported_backward(call):
+        return reason
+    tile = dq_tile(call.problem)
+    return unsupported_block_mask(call.problem, (tile.block_m, tile.block_n))
+
+
+def _unsupported_backward(call: Backward) -> str | None:
     x = call.problem
     if capability_of(x.device) not in CAPABILITIES:
         return "it is written for compute capability 8.0, 8.6, 8.9 and 12.0"
-    if call.deterministic:
-        return "its dq is not deterministic"
     if reason := unsupported_call(x) or _unsupported_rows(x, call.out, call.dout, call.dq, call.dk, call.dv):
         return reason
     if x.block_mask is not None and x.group_size > 1 and x.block_mask.heads > 1:

@@ -78,8 +78,15 @@ def copy_keys(head: Head, tiles: Parts, slot, column, FIRST_WIDTH: gl.constexpr,
 
 
 @gluon.jit
-def copy_block(x: Rows, tile, HEAD_DIM: gl.constexpr, base, left, META: gl.constexpr):
-    # Copies rows of one head from `base` on, of which `left` exist
+def _copy_part_of_block(x: Rows, tile, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, base, left, META: gl.constexpr):
     LAYOUT: gl.constexpr = rows_layout(tile.shape[1], META.WARPS)
     rows = gl.minimum(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT)), left - 1)
-    _copy_rows(tile, base + rows * (x.stride_s * META.ALIGN), 0, HEAD_DIM, LAYOUT)
+    _copy_rows(tile, base + rows * (x.stride_s * META.ALIGN), FIRST, HEAD_DIM, LAYOUT)
+
+
+@gluon.jit
+def copy_block(x: Rows, tiles: Parts, slot, FIRST_WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, base, left, META: gl.constexpr):
+    # Copies rows of one head from `base` on, of which `left` exist
+    _copy_part_of_block(x, tiles.first.index(slot), 0, HEAD_DIM, base, left, META)
+    if HEAD_DIM > FIRST_WIDTH:
+        _copy_part_of_block(x, tiles.second.index(slot), FIRST_WIDTH, HEAD_DIM, base, left, META)

@@ -26,17 +26,18 @@ _TILE = Tile(32, 64, 4, 1)
 
 
 @gluon.jit
-def add_to_sums(sums_ptr, dq, HEAD_DIM: gl.constexpr):
-    # Adds a tile of dq to the sums at sums_ptr; columns past HEAD_DIM have none
+def add_to_sums(sums_ptr, dq, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    # Adds a tile of dq, its columns from FIRST on, to the sums at sums_ptr; columns past HEAD_DIM have none
     ROWS: gl.constexpr = dq.shape[0]
-    DIM: gl.constexpr = dq.shape[1]
-    cores = gl.permute(gl.reshape(dq, [ROWS // 8, 8, DIM // 8, 4, 2]), (0, 2, 4, 1, 3))
-    values = gl.reshape(cores, [ROWS * DIM])
-    place = gl.arange(0, ROWS * DIM, layout=values.type.layout)
-    if HEAD_DIM < DIM:
+    WIDTH: gl.constexpr = dq.shape[1]
+    cores = gl.permute(gl.reshape(dq, [ROWS // 8, 8, WIDTH // 8, 4, 2]), (0, 2, 4, 1, 3))
+    values = gl.reshape(cores, [ROWS * WIDTH])
+    place = gl.arange(0, ROWS * WIDTH, layout=values.type.layout)
+    if WIDTH < HEAD_DIM or WIDTH > HEAD_DIM:
         core = place // 64
-        column = core % (DIM // 8)
-        place = (core // (DIM // 8) * (HEAD_DIM // 8) + column) * 64 + place % 64
+        column = FIRST // 8 + core % (WIDTH // 8)
+        place = (core // (WIDTH // 8) * (HEAD_DIM // 8) + column) * 64 + place % 64
+    if FIRST + WIDTH > HEAD_DIM:
         gl.atomic_add(sums_ptr + place, values, mask=column < HEAD_DIM // 8, sem="relaxed")
     else:
         gl.atomic_add(sums_ptr + place, values, sem="relaxed")

@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.plan_pieces import piece_of_part
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits
-from flexattn.kernels_triton.common.split_ranges import Parts as SplitParts
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, slots_of_heads
-from flexattn.kernels_triton.gluon.block_ranges import cut_key_lists, key_block
+from flexattn.kernels_triton.gluon.block_ranges import blocks_of_keys, cut_key_lists, key_block
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
 from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Results
-from flexattn.kernels_triton.gluon.forward_launch import number_of_tiles
+from flexattn.kernels_triton.gluon.forward_launch import Cut, number_of_tiles
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,
@@ -44,6 +44,7 @@ from flexattn.kernels_triton.gluon.forward_rows import (
 )
 from flexattn.kernels_triton.gluon.forward_work import (
     ReceivedTile,
+    WorkTile,
     blocks_of_tile,
     num_tiles_of_programs,
     tile_of_work,
@@ -58,6 +59,7 @@ from flexattn.kernels_triton.mma.arguments import (
     MmaArguments,
     Parts,
     allocate_parts,
+    columns_of_part,
     forward_meta,
     product_layout,
     rows_layout,
@@ -75,6 +77,7 @@ from flexattn.kernels_triton.mma.fp8 import (
     to_operand,
     words,
 )
+from flexattn.kernels_triton.mma.products import add_product, at, load_operand, product_of_rows
 from flexattn.kernels_triton.mma.tiles import MmaTile, forward_tile
 from flexattn.kernels_triton.runtime.device import Tile, num_processors
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
@@ -108,30 +111,8 @@ class Loads(NamedTuple):
 
 
 @gluon.jit
-def _add_product(s, q, k, META: gl.constexpr):
-    # Adds the product of one part of q and k to the scores. q in shared memory is loaded a few columns at a time.
-    K_WIDTH: gl.constexpr = 4 if META.IS_FP8 else 2
-    A: gl.constexpr = gl.DotOperandLayout(0, s.type.layout, K_WIDTH)
-    B: gl.constexpr = gl.DotOperandLayout(1, s.type.layout, K_WIDTH)
-    k = as_numbers(k, META)
-    WIDTH: gl.constexpr = k.shape[1]
-    if META.HOLDS_Q:
-        s = mma_v2(q, k.permute((1, 0)).load(B), s)
-    else:
-        q = as_numbers(q.index(0), META)
-        AT_ONCE: gl.constexpr = min(WIDTH, 32 * K_WIDTH)
-        for first in gl.static_range(0, WIDTH, AT_ONCE):
-            a = q.slice(first, AT_ONCE, 1).load(A)
-            s = mma_v2(a, k.slice(first, AT_ONCE, 1).permute((1, 0)).load(B), s)
-    return s
-
-
-@gluon.jit
 def _scores(tiles: Tiles, slot, zeros, META: gl.constexpr):
-    s = _add_product(zeros, tiles.q.first, tiles.k.first.index(slot), META)
-    if META.QK1 > 0:
-        s = _add_product(s, tiles.q.second, tiles.k.second.index(slot), META)
-    return s
+    return product_of_rows(tiles.q, as_numbers(at(tiles.k, slot), META), zeros, META.HOLDS_Q, META.QK1 > 0)
 
 
 @gluon.jit
@@ -139,7 +120,7 @@ def _add_values(acc, weights, v, META: gl.constexpr):
     if META.IS_FP8:
         return add_fp8_values(acc, weights, v, META)
     else:
-        return mma_v2(weights, v.load(gl.DotOperandLayout(1, acc.type.layout, 2)), acc)
+        return add_product(acc, weights, v)
 
 
 @gluon.jit
@@ -220,7 +201,22 @@ def _store_columns(
 
 
 @gluon.jit
-def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
+def _planned_tile(part, args: Arguments, META: gl.constexpr):
+    # Returns the work tile of the plan's piece that writes a part; if there is none, it has no blocks
+    plan = args.plan
+    piece = piece_of_part(plan, part)
+    return WorkTile(
+        first_row=piece.entry % plan.blocks * (META.BLOCK_M // META.GROUP),
+        h=piece.head * META.HEADS,
+        b=piece.entry // plan.blocks,
+        split=piece.first,
+        split_end=piece.end,
+        part=part,
+    )
+
+
+@gluon.jit
+def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
     args = mma_args.call
     DTYPE: gl.constexpr = mma_args.k.ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -230,7 +226,6 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     WORD: gl.constexpr = 2 if META.IS_FP8 else 1  # numbers
     PRODUCT: gl.constexpr = product_layout(META.WARPS)
     ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
-    tile = tile_of_work(t, amount, args, META)
     h, b = tile.h, tile.b
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_q, len_kv = sequence.len_q, sequence.len_kv
@@ -239,28 +234,26 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     if META.BLOCK_SIZE_Q > 0:
         cut = cut_key_lists(tile.first_row, b, h, band, args.lists, META)
     num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
+    is_whole = True
+    if META.IS_PLANNED:
+        is_whole = num_blocks == blocks_of_keys(tile.first_row, b, h, band, args.lists, META, BLOCK_M // META.GROUP)[0]
     received = ReceivedTile(
         tile=tile,
         start_q=sequence.start_q,
         band=band,
         num_blocks=num_blocks,
         block_range=block_range,
-        is_whole=True,
+        is_whole=is_whole,
         unmasked=(),
         descales=(),
     )
     q_tiles = allocate_parts(DTYPE, 1, BLOCK_M, META.QK0, META.QK1)
     copy_queries(mma_args.q, q_tiles, received, META)
-    q = q_tiles
+    q = as_numbers(at(q_tiles, 0), META)
     if META.HOLDS_Q:
         async_copy.commit_group()
         async_copy.wait_group(0)
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 4 if META.IS_FP8 else 2)
-        q0 = as_numbers(q_tiles.first.index(0), META).load(OPERAND)
-        q1 = q0
-        if META.QK1 > 0:
-            q1 = as_numbers(q_tiles.second.index(0), META).load(OPERAND)
-        q = Parts(first=q0, second=q1)
+        q = load_operand(q, gl.DotOperandLayout(0, PRODUCT, 4 if META.IS_FP8 else 2))
     k_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, META.QK0, META.QK1)
     v_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, VALUES0, VALUES1)
     tiles = Tiles(q=q, k=k_tiles, v=v_tiles)
@@ -346,12 +339,16 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
 @hopper_kernel
 def _attn_fwd_mma_kernel(args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
     t = gl.program_id(0)
-    if META.HAS_LENGTHS:  # there are programs for the most tiles that the lengths may need
+    if META.IS_PLANNED:  # a program for each part that the plan may have
+        planned = _planned_tile(t, args.call, META)
+        if planned.split < planned.split_end:
+            _compute_tile(planned, args, MODS, META)
+    elif META.HAS_LENGTHS:  # there are programs for the most tiles that the lengths may need
         amount = num_tiles_of_programs(args.call, META)
         if t < amount:
-            _compute_tile(t, amount, args, MODS, META)
+            _compute_tile(tile_of_work(t, amount, args.call, META), args, MODS, META)
     else:
-        _compute_tile(t, gl.num_programs(0), args, MODS, META)
+        _compute_tile(tile_of_work(t, gl.num_programs(0), args.call, META), args, MODS, META)
 
 
 def tiles_and_room(problem: Problem, tile: MmaTile, group: int) -> tuple[int, int]:
@@ -374,9 +371,12 @@ def mma_forward(
     group = heads_of_a_tile(x, tile) if group is None else group
     tiles, room = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
-    meta = forward_meta(x, tile, group, is_split=splits > 1, has_max_logit=max_logit is not None)
-    parts = SplitParts.empty(splits, lse, meta.V0, x.is_unbounded) if splits > 1 else None
-    work = forward_work(x, tile.block_m // slots_of_heads(group), group, has_table=x.has_lengths)
+    queries = tile.block_m // slots_of_heads(group)
+    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
+    plan, parts = split_results(x, planned, splits, room, lse, columns_of_part(x))
+    cut = Cut(parts is not None, plan is not None)
+    meta = forward_meta(x, tile, group, cut, has_max_logit=max_logit is not None)
+    work = forward_work(x, queries, group, has_table=x.has_lengths and plan is None)
     if work.table_ptr is not None:
         tiles = (work.table_ptr.shape[0] - 2) * (x.num_heads // group)
     if max_logit is not None:
@@ -392,13 +392,13 @@ def mma_forward(
                 lse_ptr=lse if parts is None else parts.lse,
                 max_logit_ptr=max_logit,
                 parts_ptr=None if parts is None else parts.out,
-                whole_lse_ptr=None,
+                whole_lse_ptr=None if plan is None else lse,
                 out=rows_of(out, meta),
             ),
             descales=descales_of(x) if x.is_fp8 else None,
             work=work,
             num_splits=splits if splits > 1 else None,
-            plan=None,
+            plan=plan,
             lengths_q=x.lengths_q,
             lengths_kv=x.lengths_kv,
             v_blocks=None,
@@ -411,10 +411,9 @@ def mma_forward(
         ),
     )
     launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.num_stages)
-    launch(_attn_fwd_mma_kernel, tiles * splits, out.device, launch_tile, (arguments, x.mods, meta))
+    programs = tiles * splits if plan is None else plan.num_parts
+    launch(_attn_fwd_mma_kernel, programs, out.device, launch_tile, (arguments, x.mods, meta))
     if parts is not None:
-        queries = tile.block_m // slots_of_heads(group)
-        planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
-        combine_parts(x, parts, (out, lse), None, planned)
+        combine_parts(x, parts, (out, lse), plan, planned)
     elif x.has_padding_q:
         zero_padding(x, out, "q", lse)

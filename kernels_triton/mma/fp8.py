@@ -25,6 +25,7 @@ from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile
 from flexattn.kernels_triton.gluon.fp8_operands import P_SCALE, P_SHIFT, load_descale
 from flexattn.kernels_triton.gluon.softmax import for_threads
+from flexattn.kernels_triton.mma.arguments import Parts
 
 # Four fp32 numbers to E4M3, the first lowest; too large ones saturate
 _TO_E4M3 = gl.constexpr(
@@ -58,14 +59,19 @@ def _numbers_layout(width):
 
 
 @gluon.jit
-def as_numbers(tile, META: gl.constexpr):
-    # Returns a tile of words in shared memory as FP8 numbers; a tile of 16-bit numbers itself
+def _as_numbers(tile, META: gl.constexpr):
+    DTYPE: gl.constexpr = gl.float8e5 if META.IS_E5M2 else gl.float8e4nv
+    WIDTH: gl.constexpr = 2 * tile.shape[1]
+    return tile._reinterpret(DTYPE, [tile.shape[0], WIDTH], _numbers_layout(WIDTH))
+
+
+@gluon.jit
+def as_numbers(tiles: Parts, META: gl.constexpr):
+    # Returns tiles of words in shared memory as FP8 numbers; tiles of 16-bit numbers themselves
     if META.IS_FP8:
-        DTYPE: gl.constexpr = gl.float8e5 if META.IS_E5M2 else gl.float8e4nv
-        WIDTH: gl.constexpr = 2 * tile.shape[1]
-        return tile._reinterpret(DTYPE, [tile.shape[0], WIDTH], _numbers_layout(WIDTH))
+        return Parts(first=_as_numbers(tiles.first, META), second=_as_numbers(tiles.second, META))
     else:
-        return tile
+        return tiles
 
 
 @gluon.jit

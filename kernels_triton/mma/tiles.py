@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.gluon.conditions import rows_of_a_tile
 from flexattn.kernels_triton.runtime.device import capability_of
 
 CAPABILITIES = frozenset((80, 86, 89, 120))
@@ -25,21 +26,25 @@ class MmaTile:
     num_stages: int
     holds_q: bool = False  # q is in registers, and its shared memory is free for k and v
 
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.warps}x{self.num_stages}" + (" q" if self.holds_q else "")
 
-# Not measured on such a GPU: code for sm_80 and sm_89 was timed on an NVIDIA H100.
+
+# Timed as code of sm_80 on an NVIDIA H200, and on none of these GPUs. For a causal mask at head dim 256, 64x64 is the fastest tile
+# if a multiprocessor holds two programs of 96 KiB. An H200's does, and an A100's does not.
 _LARGE_MEMORY = (  # 163 KiB
     MmaTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=64, warps=4, num_stages=2, holds_q=True),
     MmaTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=64, warps=4, num_stages=1),
-    MmaTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=32, warps=4, num_stages=2),
+    MmaTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=64, warps=4, num_stages=1),
     MmaTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=64, warps=8, num_stages=1),
-    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=64, warps=8, num_stages=1),
+    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=32, warps=8, num_stages=2, holds_q=True),
 )
 _SMALL_MEMORY = (  # 99 KiB
     MmaTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=64, warps=4, num_stages=2, holds_q=True),
     MmaTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=64, warps=4, num_stages=1),
     MmaTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=32, warps=4, num_stages=1),
     MmaTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=32, warps=8, num_stages=1),
-    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=32, warps=8, num_stages=1),
+    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=32, warps=8, num_stages=2, holds_q=True),
 )
 _MODIFIED = (  # registers for values beside the scores: a bias, mods, random numbers
     MmaTile(head_dim_qk=64, head_dim_v=64, block_m=64, block_n=64, warps=4, num_stages=2, holds_q=True),
@@ -52,6 +57,11 @@ _FP8 = (  # 99 KiB; not measured
     MmaTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=64, warps=8, num_stages=2),
     MmaTile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=32, warps=8, num_stages=2),
 )
+_FEW_QUERIES = (  # not timed: each warp has 16 rows, and copies are ahead of the products
+    MmaTile(head_dim_qk=64, head_dim_v=64, block_m=64, block_n=64, warps=4, num_stages=2, holds_q=True),
+    MmaTile(head_dim_qk=128, head_dim_v=128, block_m=64, block_n=32, warps=4, num_stages=2),
+    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=64, block_n=32, warps=4, num_stages=2, holds_q=True),
+)
 WIDEST = _LARGE_MEMORY[-1].head_dim_qk
 
 
@@ -61,6 +71,8 @@ def forward_tile(problem: Problem, capability: int | None = None) -> MmaTile:
     tiles: tuple[MmaTile, ...] = _LARGE_MEMORY if (capability or capability_of(x.device)) == 80 else _SMALL_MEMORY
     if x.is_modified or x.dropout_p > 0:
         tiles = _MODIFIED
+    elif rows_of_a_tile(x) <= _FEW_QUERIES[0].block_m:
+        tiles = _FEW_QUERIES
     elif x.is_fp8:
         tiles = _FP8
     return next(tile for tile in tiles if x.q.shape[-1] <= tile.head_dim_qk and x.v.shape[-1] <= tile.head_dim_v)
@@ -80,6 +92,10 @@ class MmaBackwardTile:
     query_warps: int
     q_stages: int
     holds_v: bool  # v is in registers, and its shared memory is free for other tiles
+
+    def __str__(self) -> str:
+        warps = f"{self.score_warps}-{self.key_warps}-{self.query_warps}"
+        return f"{self.block_m}x{self.block_n}x{self.warps}x{self.q_stages} {warps}" + (" v" if self.holds_v else "")
 
 
 _BACKWARD_LARGE_MEMORY = (
@@ -113,3 +129,38 @@ def backward_tile(problem: Problem, capability: int | None = None) -> MmaBackwar
     if x.dropout_p > 0 and tile.block_m * tile.block_n > 64 * 64:  # random numbers need shared memory on their way to their threads
         return replace(tile, q_stages=1)
     return tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class MmaDqTile:
+    """A tile of the kernel that computes dq alone. It serves head dims up to `head_dim`, of q and k and of v."""
+
+    head_dim: int
+    block_m: int  # queries of a program
+    block_n: int  # keys of an iteration
+    warps: int
+    num_stages: int  # 1: the next v comes during the product with k, and then the next k; 2: k and v have rings of two
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.warps}x{self.num_stages}"
+
+
+_DQ_LARGE_MEMORY = (
+    MmaDqTile(head_dim=64, block_m=128, block_n=32, warps=4, num_stages=2),
+    MmaDqTile(head_dim=96, block_m=128, block_n=32, warps=4, num_stages=1),
+    MmaDqTile(head_dim=128, block_m=128, block_n=32, warps=4, num_stages=1),
+    MmaDqTile(head_dim=256, block_m=128, block_n=32, warps=8, num_stages=1),
+)
+_DQ_SMALL_MEMORY = (
+    *_DQ_LARGE_MEMORY[:2],
+    MmaDqTile(head_dim=128, block_m=64, block_n=32, warps=4, num_stages=1),
+    MmaDqTile(head_dim=256, block_m=64, block_n=32, warps=4, num_stages=1),
+)
+
+
+def dq_tile(problem: Problem, capability: int | None = None) -> MmaDqTile:
+    """Returns the tile of dq for this problem, for its own device or for one of `capability`."""
+    x = problem
+    width = max(x.q.shape[-1], x.v.shape[-1])
+    is_large = (capability or capability_of(x.device)) == 80
+    return next(tile for tile in (_DQ_LARGE_MEMORY if is_large else _DQ_SMALL_MEMORY) if width <= tile.head_dim)

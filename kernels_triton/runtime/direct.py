@@ -79,6 +79,11 @@ def _load(binary: Binary) -> int:
     return function.value
 
 
+def _launched_shared(binary: Binary, function: int) -> int:
+    """Returns the bytes of shared memory of a launch; `other_target` adds some."""
+    return binary.shared
+
+
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
@@ -181,8 +186,8 @@ class Direct:
     def __init__(self, binary: Binary, names: Sequence[str]) -> None:
         """names: the names of the kernel's flat arguments."""
         self.name, self.signature, self.metas = binary.name, binary.signature, binary.maps
-        self.block, self.shared = 32 * binary.num_warps, binary.shared
-        self.function = _load(binary)
+        self.block, self.function = 32 * binary.num_warps, _load(binary)
+        self.shared = _launched_shared(binary, self.function)
         self.attributes = (ctypes.addressof(_BEGINS_EARLY), 1) if binary.waits else (0, 0)
         self.maps: list[Path] = []
         self.pointers: list[Path] = []

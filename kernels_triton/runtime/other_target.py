@@ -2,18 +2,45 @@
 
 PTX is forward compatible: ptxas assembles PTX of sm_80 or sm_89 for sm_90, and the GPU then executes the older instructions. After
 `imitate(80)` this process compiles and selects kernels as on an A100. Results are correct or wrong as they are there, except for
-ptxas' choices. Times are only meaningful beside other code of the same target in the same run: the ratio of tensor cores to
-bandwidth, the L2 cache and the clocks are those of the GPU at hand. `imitation.label` names both in a result file.
+ptxas' choices. Launches have so much shared memory that a multiprocessor holds as many programs as one of the older GPU. Times are
+only meaningful beside other code of the same target in the same run: the ratio of tensor cores to bandwidth, the L2 cache and the
+clocks are those of the GPU at hand, and other libraries' kernels have its occupancy. `imitation.label` names both in a result file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
 from typing import Any, cast
 
 from flexattn.kernels_triton.runtime import imitation
+
+# Resources of a multiprocessor by compute capability: bytes of shared memory, and warps. CUDA C++ Programming Guide, "Compute
+# Capabilities", technical specifications.
+_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
+_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+_REGISTERS = 65536
+_RESERVED = 1024  # bytes of shared memory that the system uses for each program
+_NUM_REGISTERS, _MAX_SHARED = 4, 8  # CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def _programs(capability: int, shared: int, registers: int, warps: int) -> int:
+    """Returns how many programs a multiprocessor holds."""
+    per_warp = -(-max(registers, 1) * 32 // 256) * 256
+    return min(_SHARED[capability] // (shared + _RESERVED), _REGISTERS // (per_warp * warps), _WARPS[capability] // warps)
+
+
+def padded_shared(capability: int, real: int, shared: int, registers: int, warps: int) -> int:
+    """Returns the bytes of shared memory with which a multiprocessor of `real` holds as many programs as one of `capability`."""
+    from flexattn.kernels_triton.runtime.compiler import SHARED_MEMORY_LIMIT
+
+    programs = max(1, _programs(capability, shared, registers, warps))
+    if _programs(real, shared, registers, warps) <= programs:
+        return shared
+    least = _SHARED[real] // (programs + 1) - _RESERVED + 1  # with which one more does not fit
+    return min(max(shared, -(-least // 128) * 128), SHARED_MEMORY_LIMIT[real])
 
 
 def parse(text: str) -> int:
@@ -107,8 +134,18 @@ def install(capability: int, real: int) -> None:
             raise direct.LaunchError(f"{binary.name} needs {binary.shared} bytes of shared memory; sm_{capability} has {limit}")
         return load(binary)
 
+    def shared_with_padding(binary: Any, function: int) -> int:
+        driver, registers, handle = direct._library(), ctypes.c_int(), ctypes.c_void_p(function)
+        direct._check(driver.cuFuncGetAttribute(ctypes.byref(registers), _NUM_REGISTERS, handle), "cuFuncGetAttribute")
+        shared = padded_shared(capability, real, binary.shared, registers.value, binary.num_warps)
+        direct._check(
+            driver.cuFuncSetAttribute(handle, _MAX_SHARED, shared), f"giving {binary.name} {shared} bytes of shared memory"
+        )
+        return shared
+
     backend.make_cubin = make_cubin_for_real
     backend.hash = lambda self: f"{key(self)}-{imitation.code_key()}"
     driver.CudaDriver.get_current_target = lambda self: GPUTarget("cuda", compiled_for, 32)
     loading.max_shared_mem = lambda device: limit
     direct._load = load_if_it_fits
+    direct._launched_shared = shared_with_padding

@@ -155,7 +155,7 @@ def test_every_workload_is_one() -> None:
         small = w.shortened(40)
         assert small.seqlen_q <= 40
         assert (small.head_dim_qk, small.attn_mask_type, small.score) == (w.head_dim_qk, w.attn_mask_type, w.score)
-    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd"} == {
+    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd", "older"} == {
         w.group for w in WORKLOADS.values()
     }
     assert len({sum(w.lengths_q) for w in select(["scaling"])}) == 1
@@ -174,7 +174,9 @@ def test_log_normal_lengths_are_the_same_everywhere() -> None:
 
 def test_shapes_are_chosen_by_name_pattern_and_preset() -> None:
     assert [w.name for w in select(["long-128k", "small-*"])] == ["long-128k", "small-s128", "small-s256", "small-s512"]
-    assert {w.name for w in select(["standard"])} == {w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd")}
+    assert {w.name for w in select(["standard"])} == {
+        w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd", "older")
+    }
     assert all(select([preset]) for preset in PRESETS)
     with pytest.raises(ValueError, match=r"no workload is called 'llama'; accepted: .*presets tiny, quick"):
         select(["llama"])
@@ -456,7 +458,8 @@ def test_a_run_writes_every_cell_as_it_comes(tmp_path: Path) -> None:
 def test_mods_are_asked_only_for_what_is_written_with_them() -> None:
     plain, scored = plan(None).workloads[0], plan(None).workloads[1]._replace(group=MODS)
     both = plan(None)._replace(workloads=[plain, scored], directions=["forward"])
-    candidates = [Implementation("flexattn eager", "1", sdpa()), Implementation("mod", "1", missing, is_of_mods=True)]
+    mod = Implementation("mod", "1", missing, serves=lambda workload, direction: workload.group == MODS)
+    candidates = [Implementation("flexattn eager", "1", sdpa()), mod]
     done = run.run(both._replace(implementations=candidates), show=lambda _: None, timer=FakeTimer())
     assert [(r.workload, r.implementation) for r in done.rows] == [
         ("s16", "flexattn eager"),

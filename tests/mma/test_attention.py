@@ -15,6 +15,7 @@ from flexattn.dispatch.explain import explain
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.mma import conditions
 from flexattn.kernels_triton.mma.forward import mma_forward
 from flexattn.kernels_triton.runtime import interpreter
@@ -80,6 +81,27 @@ def test_compiled(cases: list[Case]) -> None:
     check_compiled(cases)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sm", [80, pytest.param(89, marks=pytest.mark.exhaustive), pytest.param(120, marks=pytest.mark.exhaustive)]
+)
+def test_few_queries_compiled(sm: int) -> None:
+    """With a plan of pieces of keys: rings of two and no spills, except at head dim 256."""
+    requests, dims = [], (64, 96, 128, 256)
+    for dim in dims:
+        q, k = torch.zeros(4, 8, dim, dtype=torch.bfloat16), torch.zeros(8192, 2, dim, dtype=torch.bfloat16)
+        offsets = {"cu_seqlens_q": cumulative([2, 2]), "cu_seqlens_kv": cumulative([4096, 4096])}
+        problem = Problem(q, k, k, softmax_scale=0.1, **offsets, max_seqlen_q=2, max_seqlen_kv=4096)
+        with pretended_device(sm, 108), recorded_launches() as launches:
+            mma_forward(problem, torch.empty_like(q), torch.zeros(8, 4), splits=BY_LENGTHS)
+        requests += [request_for(launch, sm) for launch in launches if "mma" in launch.kernel.__name__]
+    for dim, request, report in zip(dims, requests, compile_sound(requests), strict=True):
+        assert request.constexprs["META"].IS_PLANNED
+        assert report.shared_bytes <= LIMITS[sm] // 2, f"{dim}: {report.shared_bytes}"  # two programs, at least
+        [loop] = [loop for loop in report.loops if loop.get("HMMA", 0)]
+        assert loop.get("STL", 0) + loop.get("LDL", 0) <= (8 if dim == 256 else 0), f"{dim}: {loop}"
+
+
 @pytest.mark.exhaustive
 def test_compiled_in_fp16() -> None:
     check_compiled([(sm, *dims, "causal") for sm in (80, 89) for dims in DIMS], torch.float16)
@@ -139,9 +161,9 @@ def test_only_who_asks_for_it_gets_it(wish: str, capability: tuple[int, int], mo
     spec = spec_to_run(x, settings)._replace(device_type="cuda", capability=capability)
     text = explain(spec, "triton", x).details
     said = {
-        "auto": "not mma.sync: it was compiled and emulated, and never run on a GPU; FLEXATTN_HOPPER=always runs it",
+        "auto": "not mma.sync: it was compiled and emulated, and never run on such a GPU; FLEXATTN_HOPPER=always runs it",
         "never": "FLEXATTN_HOPPER=never",
-        "always": "  mma.sync: FLEXATTN_HOPPER=always; it was compiled and emulated, and never run on a GPU",
+        "always": "  mma.sync: FLEXATTN_HOPPER=always; it was compiled and emulated, and never run on such a GPU",
     }
     assert said[wish] in text
     assert ("forward: triton (mma.sync)" in text) == (wish == "always")

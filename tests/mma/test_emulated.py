@@ -18,6 +18,7 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, Window, as_bshd, empty_outputs
 from flexattn.functional import bind_call
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.mma import conditions, copies
 from flexattn.kernels_triton.mma import forward as mma_forward
 from flexattn.kernels_triton.runtime.device import pretended_device
@@ -29,7 +30,7 @@ from tests.hopper.test_mods import FEATURES
 from tests.hopper.test_pages import make_arguments
 from tests.support import inject
 from tests.support.gluon_calls import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, check_results, without_gpu
-from tests.support.inject import drop, kernels_with, with_argument
+from tests.support.inject import assign, drop, kernels_with, with_argument
 
 DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}  # bytes of shared memory of a program
@@ -152,10 +153,10 @@ def test_dropout(dims: tuple[int, int]) -> None:
 
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3, BY_LENGTHS])
 @pytest.mark.parametrize(("heads", "dim"), [(8, 64), (6, 128), (2, 128), (4, 96)])
 def test_few_queries(heads: int, dim: int, splits: int) -> None:
-    """Heads that share a tile, three of four rows, or none; keys in one part, or in three."""
+    """Heads that share a tile, three of four rows, or none; keys in one part, in three, or in pieces of a plan."""
     inputs = {"lengths_q": [9, 1], "lengths_kv": [500, 130], "num_heads": heads, "num_heads_kv": 2, "padding": True}
     call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "off-by-one"} | dropped()
     check(heads + splits, call, splits, head_dim_qk=dim, head_dim_v=dim, **inputs)
@@ -198,12 +199,33 @@ def test_block_masks() -> None:
 
 @pytest.mark.sample
 @without_gpu
+@pytest.mark.parametrize("splits", [1, BY_LENGTHS])
 @pytest.mark.parametrize("page_size", [16, 48, 256])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_pages(page_size: int, dim: int) -> None:
+def test_pages(page_size: int, dim: int, splits: int) -> None:
     x, settings = bind_call(**make_arguments(page_size, "[pages, size, heads, dim]", dim))
-    report = run(page_size, spec_to_run(x, settings), x, splits=1)
+    report = run(page_size, spec_to_run(x, settings), x, splits=splits)
     assert not report.findings, str(report)
+
+
+@pytest.mark.sample(values=True)
+@without_gpu
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"attn_mask_type": "padding"},
+        {"attn_mask_type": "padding_causal_bottom_right", "softmax_offset": SINKS, "softmax_type": "learnable"},
+        {"attn_mask_type": "padding_causal_bottom_right", "window_size": (60, 0), "return_max_logit": True},
+        {"attn_mask_type": "padding", "softcap": 20.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
+def test_pieces_of_a_plan(call: dict[str, Any], dims: tuple[int, int]) -> None:
+    """Some tiles are one piece, and write their results; a sequence has no keys, and another one no query."""
+    inputs = {"lengths_q": [3, 1, 0, 2], "lengths_kv": [700, 0, 90, 40], "num_heads": 4, "num_heads_kv": 2, "padding": True}
+    for seed in (2, 7):
+        check(seed, call, BY_LENGTHS, qkv_format="thd", gap=2, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
 @without_gpu
@@ -215,29 +237,29 @@ def test_twenty_schedules(dim: int) -> None:
         check(seed, {"attn_mask_type": "causal"}, head_dim_qk=dim, head_dim_v=dim, **DENSE)
 
 
-# With a capability whose tile at head dim 128 has the form of the loop: 80 has rings, and 89 one buffer for k and one for v
+# With a head dim whose tile has the form of the loop: 64 has rings, and 128 one buffer for k and one for v
 FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
-    "a block is multiplied before it has come": (mma_forward, 80, drop("wait_group(0)", within="_take_blocks", nth=0)),
-    "k is multiplied before it has come": (mma_forward, 89, drop("wait_group(0)", within="_take_blocks", nth=0)),
-    "v is multiplied before it has come": (mma_forward, 89, drop("wait_group(0)", within="_take_blocks", nth=1)),
-    "a wait leaves a group out": (mma_forward, 80, with_argument("wait_group(0)", 0, "1", within="_take_blocks", nth=0)),
-    "copies are in no group": (mma_forward, 80, drop("commit_group()", within="_take_blocks", nth=0)),
-    "v is in no group": (mma_forward, 89, drop("commit_group()", within="_take_blocks", nth=1)),
+    "a block is multiplied before it has come": (mma_forward, 64, drop("wait_group(0)", within="_take_blocks", nth=0)),
+    "k is multiplied before it has come": (mma_forward, 128, drop("wait_group(0)", within="_take_blocks", nth=0)),
+    "v is multiplied before it has come": (mma_forward, 128, drop("wait_group(0)", within="_take_blocks", nth=1)),
+    "a wait leaves a group out": (mma_forward, 64, with_argument("wait_group(0)", 0, "1", within="_take_blocks", nth=0)),
+    "copies are in no group": (mma_forward, 64, drop("commit_group()", within="_take_blocks", nth=0)),
+    "v is in no group": (mma_forward, 128, drop("commit_group()", within="_take_blocks", nth=1)),
     "the next k overwrites the one that is multiplied": (
         mma_forward,
-        80,
+        64,
         with_argument("_copy_k(following)", 2, "slot", within="_take_blocks"),
     ),
     "the next v overwrites the one that is multiplied": (
         mma_forward,
-        80,
+        64,
         with_argument("_copy_v(following)", 2, "slot", within="_take_blocks"),
     ),
-    "v of another block": (mma_forward, 80, with_argument("_copy_v(following)", 3, "column", within="_take_blocks")),
-    "the first k is in the other stage": (mma_forward, 80, with_argument("_copy_k(column)", 2, "1", within="_compute_tile")),
-    "the program ends under a copy": (mma_forward, 80, drop("wait_group(0)", within="_compute_tile", nth=1)),
-    "out is not rescaled": (mma_forward, 80, with_argument("_add_values(weights)", 0, "acc0", within="_take_blocks", nth=0)),
-    "rows past the end are read": (copies, 80, with_argument("gl.minimum(length)", 1, "2**20", within="_copy_part_of_keys")),
+    "v of another block": (mma_forward, 64, with_argument("_copy_v(following)", 3, "column", within="_take_blocks")),
+    "the first k is in the other stage": (mma_forward, 64, with_argument("_copy_k(column)", 2, "1", within="_compute_tile")),
+    "the program ends under a copy": (mma_forward, 128, drop("wait_group(0)", within="_compute_tile", nth=1)),
+    "out is not rescaled": (mma_forward, 64, with_argument("_add_values(weights)", 0, "acc0", within="_take_blocks", nth=0)),
+    "rows past the end are read": (copies, 64, with_argument("gl.minimum(length)", 1, "2**20", within="_copy_part_of_keys")),
 }
 
 
@@ -247,13 +269,31 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
 # round robin and random; eager, lazy and random
 @pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
 def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
-    where, capability, fault = FAULTS[name]
+    where, dim, fault = FAULTS[name]
     [kernels] = kernels_with((mma_forward,), where, fault, tmp_path)
     inputs = {"lengths_q": [300, 20], "lengths_kv": [300, 0], "num_heads": 3, "num_heads_kv": 1, "outliers": True}
-    case = case_of({"attn_mask_type": "padding_causal"}, qkv_format="thd", **inputs)
+    case = case_of({"attn_mask_type": "padding_causal"}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **inputs)
     for seed in seeds:
         try:
-            report = run(seed, *case, kernels, capability=capability)
+            report = run(seed, *case, kernels)
         except AssertionError:  # a wrong result
             continue
         assert report.findings, f"not found on seed {seed}: {report}"
+
+
+PLAN_FAULTS = {
+    "another piece": with_argument("piece_of_part(part)", 1, "{} + 1", within="_planned_tile"),
+    "every piece counts as whole": assign("is_whole", "num_blocks > 0", within="_compute_tile", nth=1),
+}
+
+
+@pytest.mark.sample(pairs=False)
+@without_gpu
+@pytest.mark.parametrize("name", PLAN_FAULTS)
+def test_injected_fault_of_a_plan_is_found(name: str, tmp_path: Path) -> None:
+    [kernels] = kernels_with((mma_forward,), mma_forward, PLAN_FAULTS[name], tmp_path)
+    inputs = {"lengths_q": [3, 1], "lengths_kv": [700, 90], "num_heads": 2, "num_heads_kv": 1, "padding": True}
+    case = case_of({"attn_mask_type": "padding"}, qkv_format="thd", **inputs)
+    for seed in (2, 5):
+        with pytest.raises(AssertionError):  # a wrong result
+            run(seed, *case, kernels, splits=BY_LENGTHS)

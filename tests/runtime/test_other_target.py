@@ -74,3 +74,22 @@ def test_a_process_imitates_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         other_target.imitate(86)
     with pytest.raises(ValueError, match="accepted: 80, 86, 89, 120"):
         other_target.imitate(75)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "registers", "warps", "programs"),
+    [
+        (80, 96 << 10, 255, 4, 1),
+        (80, 64 << 10, 255, 4, 2),
+        (89, 32 << 10, 128, 4, 3),
+        (89, 96 << 10, 255, 8, 1),
+        (120, 0, 32, 4, 12),
+    ],
+)
+def test_a_multiprocessor_holds_as_many_programs_as_the_older_gpu(
+    capability: int, shared: int, registers: int, warps: int, programs: int
+) -> None:
+    padded = other_target.padded_shared(capability, 90, shared, registers, warps)
+    assert other_target._programs(capability, shared, registers, warps) == programs
+    assert other_target._programs(90, padded, registers, warps) == programs
+    assert padded >= shared
