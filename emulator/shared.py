@@ -117,7 +117,7 @@ class SharedView:
 
     def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Layout) -> SharedView:
         if dtype.name != self.dtype.name:
-            return RecastView.of_words(self, dtype, [int(n) for n in shape], layout)
+            return RecastView.from_words(self, dtype, [int(n) for n in shape], layout)
         view = self.reshape(shape)
         view.layout = layout
         return view
@@ -158,7 +158,7 @@ class RecastView(SharedView):
         self.per_word = size_of(source.dtype) // size_of(dtype)
 
     @classmethod
-    def of_words(cls, source: SharedView, dtype: DType, shape: list[int], layout: Layout) -> RecastView:
+    def from_words(cls, source: SharedView, dtype: DType, shape: list[int], layout: Layout) -> RecastView:
         per_word = size_of(source.dtype) // size_of(dtype)
         if is_float(source.dtype) or not per_word or source.rank != 2 or shape != [source.shape[0], source.shape[1] * per_word]:
             raise NotImplementedError(f"shared memory of {source.dtype.name}{source.shape} reinterpreted as {dtype.name}{shape}")
@@ -174,11 +174,11 @@ class RecastView(SharedView):
         raise NotImplementedError("index() of reinterpreted shared memory")
 
     def slice(self, start: int, length: int, dim: int = 0) -> SharedView:
-        of_source = 1 - dim if self.is_transposed else dim
-        per_word = self.per_word if of_source == 1 else 1
+        source_dim = 1 - dim if self.is_transposed else dim
+        per_word = self.per_word if source_dim == 1 else 1
         if start % per_word or length % per_word:
             raise NotImplementedError(f"slice({start!r}, {length!r}, {dim!r}) of {self!r}, which cuts a word of {per_word} numbers")
-        part = self.source.slice(start // per_word, length // per_word, of_source)
+        part = self.source.slice(start // per_word, length // per_word, source_dim)
         return RecastView(part, self.dtype, self.layout, self.is_transposed)
 
     def permute(self, order: Sequence[int]) -> SharedView:

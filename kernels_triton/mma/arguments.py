@@ -54,17 +54,19 @@ class MmaMeta(NamedTuple):
     ALIGN: int
 
 
+def _per_word(problem: Problem) -> int:
+    return 2 if problem.is_fp8 else 1  # numbers
+
+
 def columns_of_part(problem: Problem) -> int:
-    """Returns the columns of a part of a split: the padded head dim of v, in numbers."""
-    per_word = 2 if problem.is_fp8 else 1
-    return per_word * sum(split_head_dim(problem.v.shape[-1] // per_word))
+    """Returns the columns of the result of a KV split: the widths of v's parts."""
+    return _per_word(problem) * sum(split_head_dim(problem.v.shape[-1] // _per_word(problem)))
 
 
 def forward_meta(problem: Problem, tile: MmaTile, group: int, cut: Cut, has_max_logit: bool) -> Any:
     """Returns the `MmaMeta` of a launch whose tiles have `group` heads each."""
     x = problem
-    per_word = 2 if x.is_fp8 else 1
-    head_dim_qk, head_dim_v = (t.shape[-1] // per_word for t in (x.q, x.v))
+    head_dim_qk, head_dim_v = (t.shape[-1] // _per_word(x) for t in (x.q, x.v))
     qk, values = split_head_dim(head_dim_qk), split_head_dim(head_dim_v)
     return MmaMeta(
         **x.features._asdict(),

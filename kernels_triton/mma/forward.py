@@ -50,6 +50,7 @@ from flexattn.kernels_triton.gluon.forward_work import (
     tile_of_work,
     unmasked_blocks,
 )
+from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.softmax import exponentials, for_threads, rescaled, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import sequence_of
@@ -67,14 +68,13 @@ from flexattn.kernels_triton.mma.copies import Head, copy_keys, copy_queries
 from flexattn.kernels_triton.mma.dropout import kept
 from flexattn.kernels_triton.mma.fp8 import (
     add_fp8_values,
+    as_numbers,
     columns_in_order,
     factor_of_rows,
     head_scales,
-    numbers_of,
     scaled_sink_sum,
     score_descale,
     to_operand,
-    value_descale,
     words,
 )
 from flexattn.kernels_triton.mma.products import add_product, at, load_operand, product_of_rows
@@ -112,10 +112,7 @@ class Loads(NamedTuple):
 
 @gluon.jit
 def _scores(tiles: Tiles, slot, zeros, META: gl.constexpr):
-    q = tiles.q
-    if not META.HOLDS_Q:
-        q = numbers_of(q, META)
-    return product_of_rows(q, numbers_of(at(tiles.k, slot), META), zeros, META.HOLDS_Q, META.QK1 > 0)
+    return product_of_rows(tiles.q, as_numbers(at(tiles.k, slot), META), zeros, META.HOLDS_Q, META.QK1 > 0)
 
 
 @gluon.jit
@@ -181,7 +178,8 @@ def _take_blocks(
         else:
             weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, PRODUCT, 2))
         if META.HAS_BLOCK_SCALES:
-            previous, descale_v = descale_v, value_descale(loads.scales, column, META)
+            scales, previous = loads.scales, descale_v
+            descale_v = load_descale(scales.v_blocks, scales.b, scales.h_kv, column)
             correction = correction * (previous / descale_v)
         acc0 = _add_values(rescaled(acc0, correction, META), weights, tiles.v.first.index(slot), META)
         if META.VALUES1 > 0:
@@ -251,11 +249,11 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     )
     q_tiles = allocate_parts(DTYPE, 1, BLOCK_M, META.QK0, META.QK1)
     copy_queries(mma_args.q, q_tiles, received, META)
-    q = at(q_tiles, 0)
+    q = as_numbers(at(q_tiles, 0), META)
     if META.HOLDS_Q:
         async_copy.commit_group()
         async_copy.wait_group(0)
-        q = load_operand(numbers_of(q, META), gl.DotOperandLayout(0, PRODUCT, 4 if META.IS_FP8 else 2))
+        q = load_operand(q, gl.DotOperandLayout(0, PRODUCT, 4 if META.IS_FP8 else 2))
     k_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, META.QK0, META.QK1)
     v_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, VALUES0, VALUES1)
     tiles = Tiles(q=q, k=k_tiles, v=v_tiles)

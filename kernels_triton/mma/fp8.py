@@ -60,18 +60,18 @@ def _numbers_layout(width):
 
 @gluon.jit
 def _as_numbers(tile, META: gl.constexpr):
-    # Returns a tile of words in shared memory as FP8 numbers; a tile of 16-bit numbers itself
-    if META.IS_FP8:
-        DTYPE: gl.constexpr = gl.float8e5 if META.IS_E5M2 else gl.float8e4nv
-        WIDTH: gl.constexpr = 2 * tile.shape[1]
-        return tile._reinterpret(DTYPE, [tile.shape[0], WIDTH], _numbers_layout(WIDTH))
-    else:
-        return tile
+    DTYPE: gl.constexpr = gl.float8e5 if META.IS_E5M2 else gl.float8e4nv
+    WIDTH: gl.constexpr = 2 * tile.shape[1]
+    return tile._reinterpret(DTYPE, [tile.shape[0], WIDTH], _numbers_layout(WIDTH))
 
 
 @gluon.jit
-def numbers_of(tiles: Parts, META: gl.constexpr):
-    return Parts(first=_as_numbers(tiles.first, META), second=_as_numbers(tiles.second, META))
+def as_numbers(tiles: Parts, META: gl.constexpr):
+    # Returns tiles of words in shared memory as FP8 numbers; tiles of 16-bit numbers themselves
+    if META.IS_FP8:
+        return Parts(first=_as_numbers(tiles.first, META), second=_as_numbers(tiles.second, META))
+    else:
+        return tiles
 
 
 @gluon.jit
@@ -136,14 +136,6 @@ def score_descale(scales: HeadScales, column, META: gl.constexpr):
     if META.HAS_BLOCK_SCALES:
         k = load_descale(scales.k_blocks, scales.b, scales.h_kv, column)
     return scales.q * k
-
-
-@gluon.jit
-def value_descale(scales: HeadScales, column, META: gl.constexpr):
-    v = scales.v
-    if META.HAS_BLOCK_SCALES:
-        v = load_descale(scales.v_blocks, scales.b, scales.h_kv, column)
-    return v
 
 
 @gluon.jit

@@ -51,16 +51,16 @@ _MODIFIED = (  # registers for values beside the scores: a bias, mods, random nu
     MmaTile(head_dim_qk=128, head_dim_v=128, block_m=64, block_n=64, warps=4, num_stages=1),
     MmaTile(head_dim_qk=256, head_dim_v=256, block_m=64, block_n=32, warps=4, num_stages=1),
 )
-_FEW_QUERIES = (  # not timed: each warp has 16 rows, and copies are ahead of the products
-    MmaTile(head_dim_qk=64, head_dim_v=64, block_m=64, block_n=64, warps=4, num_stages=2, holds_q=True),
-    MmaTile(head_dim_qk=128, head_dim_v=128, block_m=64, block_n=32, warps=4, num_stages=2),
-    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=64, block_n=32, warps=4, num_stages=2, holds_q=True),
-)
 _FP8 = (  # 99 KiB; not measured
     MmaTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=64, warps=4, num_stages=2, holds_q=True),
     MmaTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=64, warps=4, num_stages=2),
     MmaTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=64, warps=8, num_stages=2),
     MmaTile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=32, warps=8, num_stages=2),
+)
+_FEW_QUERIES = (  # not timed: each warp has 16 rows, and copies are ahead of the products
+    MmaTile(head_dim_qk=64, head_dim_v=64, block_m=64, block_n=64, warps=4, num_stages=2, holds_q=True),
+    MmaTile(head_dim_qk=128, head_dim_v=128, block_m=64, block_n=32, warps=4, num_stages=2),
+    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=64, block_n=32, warps=4, num_stages=2, holds_q=True),
 )
 WIDEST = _LARGE_MEMORY[-1].head_dim_qk
 
@@ -71,10 +71,10 @@ def forward_tile(problem: Problem, capability: int | None = None) -> MmaTile:
     tiles: tuple[MmaTile, ...] = _LARGE_MEMORY if (capability or capability_of(x.device)) == 80 else _SMALL_MEMORY
     if x.is_modified or x.dropout_p > 0:
         tiles = _MODIFIED
-    elif x.is_fp8:
-        tiles = _FP8
     elif rows_of_a_tile(x) <= _FEW_QUERIES[0].block_m:
         tiles = _FEW_QUERIES
+    elif x.is_fp8:
+        tiles = _FP8
     return next(tile for tile in tiles if x.q.shape[-1] <= tile.head_dim_qk and x.v.shape[-1] <= tile.head_dim_v)
 
 

@@ -207,7 +207,7 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
     "v of another block": (mma_forward, 64, with_argument("_copy_v(following)", 3, "column", within="_take_blocks")),
     "the first k is in the other stage": (mma_forward, 64, with_argument("_copy_k(column)", 2, "1", within="_compute_tile")),
     "the program ends under a copy": (mma_forward, 128, drop("wait_group(0)", within="_compute_tile", nth=1)),
-    "out is not rescaled": (mma_forward, 64, with_argument("add_product(weights)", 0, "acc0", within="_take_blocks", nth=0)),
+    "out is not rescaled": (mma_forward, 64, with_argument("_add_values(weights)", 0, "acc0", within="_take_blocks", nth=0)),
     "rows past the end are read": (copies, 64, with_argument("gl.minimum(length)", 1, "2**20", within="_copy_part_of_keys")),
 }
 
