@@ -1,4 +1,4 @@
-"""Host side that the forwards of sm_90 and sm_100 share: the arguments of one launch, and the work after it."""
+"""Host side that forwards in Gluon share: the arguments of a launch, and for sm_90 and sm_100 the work after it."""
 
 from __future__ import annotations
 
@@ -212,9 +212,9 @@ class SplitKeys(NamedTuple):
 
 
 def forward_arguments(
-    problem: Problem, descriptors: Descriptors, steps: Steps, results: Results, work: Work, split: SplitKeys
+    problem: Problem, descriptors: Descriptors | None, steps: Steps | None, results: Results, work: Work, split: SplitKeys
 ) -> Arguments:
-    """Returns a kernel's arguments."""
+    """Returns a kernel's arguments. descriptors, steps: None for mma.sync."""
     x = problem
     return Arguments(
         descriptors=descriptors,

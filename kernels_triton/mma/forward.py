@@ -28,7 +28,7 @@ from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_
 from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Results
-from flexattn.kernels_triton.gluon.forward_launch import Cut
+from flexattn.kernels_triton.gluon.forward_launch import Cut, SplitKeys, forward_arguments
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,
@@ -360,7 +360,7 @@ def mma_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `hopper_forward`."""
+    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `launch_forward`."""
     x = problem
     tile = tile or forward_tile(x)
     group = heads_of_a_tile(x, tile) if group is None else group
@@ -376,35 +376,17 @@ def mma_forward(
         tiles = (work.table_ptr.shape[0] - 2) * (x.num_heads // group)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
-    arguments = MmaArguments(
-        q=rows_of(words(x.q), meta),
-        k=rows_of(words(x.k), meta),
-        v=rows_of(words(x.v), meta),
-        call=Arguments(
-            descriptors=None,
-            steps=None,
-            results=Results(
-                lse_ptr=lse if parts is None else parts.lse,
-                max_logit_ptr=max_logit,
-                parts_ptr=None if parts is None else parts.out,
-                whole_lse_ptr=None if plan is None else lse,
-                out=rows_of(out, meta),
-            ),
-            descales=descales_of(x) if x.is_fp8 else None,
-            work=work,
-            num_splits=splits if splits > 1 else None,
-            plan=plan,
-            lengths_q=x.lengths_q,
-            lengths_kv=x.lengths_kv,
-            v_blocks=None,
-            pages=x.pages,
-            band=x.band,
-            scores=x.scores,
-            softmax_offset_ptr=x.softmax_offset,
-            dropout=x.dropout,
-            lists=x.lists("kv"),
-        ),
+    results = Results(
+        lse_ptr=lse if parts is None else parts.lse,
+        max_logit_ptr=max_logit,
+        parts_ptr=None if parts is None else parts.out,
+        whole_lse_ptr=None if plan is None else lse,
+        out=rows_of(out, meta),
     )
+    call = forward_arguments(x, None, None, results, work, SplitKeys(splits if splits > 1 else None, plan))
+    if x.is_fp8:
+        call = call._replace(descales=descales_of(x))
+    arguments = MmaArguments(q=rows_of(words(x.q), meta), k=rows_of(words(x.k), meta), v=rows_of(words(x.v), meta), call=call)
     launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.num_stages)
     programs = tiles * splits if plan is None else plan.num_parts
     launch(_attn_fwd_mma_kernel, programs, out.device, launch_tile, (arguments, x.mods, meta))
