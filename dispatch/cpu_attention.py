@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.neutral import keep
-from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, Results, as_bshd, empty_outputs
+from flexattn.dispatch.neutral import neutral_state
+from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, Results, as_bshd, empty_outputs
 
 # In fp32, weights recomputed from an lse of this size have a relative error of 4e-6. If an lse is larger, the eager backend
 # computes the weights without it.
@@ -68,28 +68,30 @@ def _is_short(spec: AttentionSpec, x: Operands) -> bool:
     len_q, len_kv = x.q.shape[spec.q_format.index("s")], x.k.shape[spec.kv_format.index("s")]
     left, right, bottom_right = spec.band
     shift = len_kv - len_q if bottom_right else 0
-    see_first, see_last = right is None or shift + right >= 0, left is None or len_q - 1 + shift - left < len_kv
-    return x.bias is None and len_q * len_kv <= MOST_MASKED and see_first and see_last
+    if x.bias is not None or len_q * len_kv > MOST_MASKED or (left is not None and right is not None and left + right < 0):
+        return False
+    return (right is None or shift + right >= 0) and (left is None or len_q - 1 + shift - left < len_kv)
 
 
-def _mask(spec: AttentionSpec, x: Operands) -> Tensor | None:
-    """Returns the mask that the operator adds to scaled scores, for a bias or a band. None: `_causal` has the band."""
+def _mask(spec: AttentionSpec, x: Operands) -> Tensor:
+    """Returns the mask that the operator adds to scaled scores, for a bias, or for a band that `_causal` does not have.
+
+    The mask of a band is float32 [len_q, len_kv]: 0 for the keys that a query sees, and -inf for the others.
+    """
     if x.bias is not None:
         bias = x.bias.detach()
         return bias * x.softmax_scale if spec.bias_type == "pre_scale_bias" else bias
-    if _causal(spec, x) is not None:
-        return None
-    return _additive(x.q.shape[spec.q_format.index("s")], x.k.shape[spec.kv_format.index("s")], spec.band)
-
-
-@keep(256)
-def _additive(len_q: int, len_kv: int, band: Band) -> Tensor:
-    """Returns float32 [len_q, len_kv]: 0 for the keys that a query sees, and -inf for the others."""
-    left, right, bottom_right = band
-    distance = torch.arange(len_kv, device="cpu") - torch.arange(len_q, device="cpu").unsqueeze(1)
-    distance -= len_kv - len_q if bottom_right else 0
-    is_hidden = (distance < -(len_kv + len_q if left is None else left)) | (distance > (len_kv + len_q if right is None else right))
-    return torch.zeros(len_q, len_kv, device="cpu", dtype=torch.float32).masked_fill_(is_hidden, float("-inf"))
+    len_q, len_kv = x.q.shape[spec.q_format.index("s")], x.k.shape[spec.kv_format.index("s")]
+    left, right, bottom_right = spec.band
+    with neutral_state():
+        distance = torch.arange(len_kv) - torch.arange(len_q).unsqueeze(1)
+        distance -= len_kv - len_q if bottom_right else 0
+        is_hidden = torch.zeros(len_q, len_kv, dtype=torch.bool)
+        if left is not None:
+            is_hidden |= distance < -left
+        if right is not None:
+            is_hidden |= distance > right
+        return torch.zeros(len_q, len_kv, dtype=torch.float32).masked_fill_(is_hidden, float("-inf"))
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -97,10 +99,11 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] |
 
     spec, x: a call that `takes` accepts. The eager backend has rules for inputs that lead to elements that are not finite.
     """
-    mask = _mask(spec, x)
+    is_causal = _causal(spec, x)
+    mask = None if x.bias is None and is_causal is not None else _mask(spec, x)
     with _without_autocast():
         bhsd, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_qkv(spec, x), 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
+            *_qkv(spec, x), 0.0, bool(is_causal), attn_mask=mask, scale=x.softmax_scale
         )
         if not math.isfinite(bhsd.sum().item()):
             return None
@@ -121,10 +124,11 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     if not bool(finite_lse.abs().amax() <= LARGEST_LSE):
         return None
     out, dout = (as_bshd(t, spec.q_format).transpose(1, 2) for t in (out, dout))
-    mask = _mask(spec, x)
+    is_causal = _causal(spec, x)
+    mask = None if x.bias is None and is_causal is not None else _mask(spec, x)
     with torch.no_grad(), _without_autocast():
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *_qkv(spec, x), out, finite_lse, 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
+            dout, *_qkv(spec, x), out, finite_lse, 0.0, bool(is_causal), attn_mask=mask, scale=x.softmax_scale
         )
     if mask is not None and x.bias is None and not _are_finite(gradients):
         return None
@@ -139,7 +143,9 @@ class KeptForward:
     def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """otherwise: computes the results from the same tensors if the operator cannot."""
         self.otherwise = otherwise
-        self.is_causal, self.mask, self.scale = bool(_causal(spec, x)), _mask(spec, x), x.softmax_scale
+        is_causal = _causal(spec, x)
+        self.is_causal, self.scale = bool(is_causal), x.softmax_scale
+        self.mask = None if is_causal is not None else _mask(spec, x)  # `can_be_kept` refuses a bias
         formats = (spec.q_format, spec.kv_format, spec.kv_format)
         self.to_bhsd = [tuple(fmt.index(dim) for dim in "bhsd") for fmt in formats]
         self.from_bhsd = [tuple("bhsd".index(dim) for dim in fmt) for fmt in formats]

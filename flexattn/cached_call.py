@@ -8,6 +8,7 @@ with its recordings.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -318,7 +319,7 @@ class CachedCall(KeptCall):
 
     def compute_forward(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
         """Returns the results of `forward`, computed step by step."""
-        return self.results(tensors, lambda x: ops.run_forward(self.spec, self.settings.backend, x))
+        return self.results(tensors, functools.partial(ops.run_forward, self.spec, self.settings.backend))
 
     def results(self, tensors: Sequence[Tensor | None], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Returns the results of `forward`, from `attend` on the operands that a backend takes."""

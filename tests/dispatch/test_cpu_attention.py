@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn import attention, call_cache
+from flexattn import Window, attention, call_cache
 from flexattn.dispatch import cpu_attention, eager_backend
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -129,6 +129,7 @@ def test_what_is_not_finite_is_left_to_the_blocks(asked: list[str]) -> None:
     "arguments",
     [
         {"attn_mask_type": "causal_bottom_right", "lengths_q": [53, 53]},  # the first rows see no key
+        {"window_size": Window(5, -11), "bottom_right_diagonal": True, "lengths_kv": [40, 40]},  # no row sees a key
         {"window_size": (5, 2), "lengths_q": [400, 400], "lengths_kv": [400, 400]},  # of many scores, most are hidden
         {"attn_mask_type": "causal_bottom_right", "bias": torch.zeros(1, 1, 17, 23), "bias_type": "post_scale_bias"},
         {"softcap": 3.0},
