@@ -190,7 +190,7 @@ def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> 
 
 def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[Workload]) -> list[Implementation]:
     """Returns the chosen implementations. Raises ValueError if a pattern matches none."""
-    everyone = {i.name: i for i in (*ours(device), *peers(args.flex_mode))}
+    everyone = {i.name: i for i in (*ours(device), *mma.implementations(device), *peers(args.flex_mode))}
     chosen: dict[str, Implementation] = {}
     backends = args.backends or (["auto"] if all(w.group == PUBLISHED for w in workloads) else ["*"])
     for patterns, prefix in ((backends, "flexattn "), (args.peers, "")):
@@ -267,5 +267,5 @@ def listing() -> str:
     """The shapes, presets and implementations."""
     presets = [f"  {name:12} {' '.join(patterns)}" for name, patterns in PRESETS.items()]
     shapes = [f"  {w.name:26} {w}{' (unseen)' if is_unseen(w) else ''}" for w in WORKLOADS.values()]
-    names = [i.name for i in (*ours("cuda"), *ours("cpu"), *peers())]
+    names = [i.name for i in (*ours("cuda"), *mma.implementations("cuda"), *ours("cpu"), *peers())]
     return "\n".join(["presets", *presets, "", SHAPES, *shapes, "", "flexattn and its peers", f"  {', '.join(names)}"])

@@ -139,24 +139,28 @@ def with_wish(wish: str, prepare: Callable[[Workload, Tensors, str], Prepared]) 
     return prepare_with
 
 
+def capability_of(device: str) -> int:
+    """Returns the compute capability of the GPU, for example 90 for 9.0; 0 without a GPU."""
+    major, minor = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else (0, 0)
+    return 10 * major + minor
+
+
 def ours(device: str) -> list[Implementation]:
-    """Returns each backend by name, without fallbacks: if it cannot run, its reason is the cell. AUTO selects one of them."""
+    """Returns each backend by name, without fallbacks: if it cannot run, its reason is the cell. AUTO selects one of them.
+
+    `mma.implementations` has the kernels for mma.sync.
+    """
     version = flexattn.__version__
     backends = {TRITON: "triton", CUDNN: "cudnn"} if device == "cuda" else {EAGER: "eager"}
     found = [
         Implementation(name, version, differentiable(functools.partial(attention_of, backend)), compiles=backend == "triton")
         for name, backend in backends.items()
     ]
-    major, minor = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else (0, 0)
-    capability, triton = 10 * major + minor, differentiable(functools.partial(attention_of, "triton"))
+    capability, triton = capability_of(device), differentiable(functools.partial(attention_of, "triton"))
     if capability == 90 or capability in MMA_CAPABILITIES:
         found.insert(1, Implementation(PORTABLE, version, with_wish("never", triton), compiles=True))
     if capability == 90:
         found.append(Implementation(HOPPER, version, with_wish("always", triton), compiles=True))
-    if capability in MMA_CAPABILITIES:
-        from flexattn.bench.mma import implementations
-
-        found[1:1] = implementations(version)
     if device == "cuda":
         prepare = differentiable(_attention_with_mods)
         has_mods = lambda workload, direction: workload.group == MODS  # noqa: E731

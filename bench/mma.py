@@ -23,6 +23,7 @@ from flexattn.bench.implementations import (
     Prepared,
     Unavailable,
     attention_of,
+    capability_of,
     differentiable,
     with_launchers,
     with_wish,
@@ -79,8 +80,11 @@ def tile_of(kind: str, head_dim: int, text: str) -> Any:
     return MmaBackwardTile(head_dim=head_dim, **sizes, **own, holds_v="v" in rest)
 
 
-def implementations(version: str) -> list[Implementation]:
-    """Returns the kernels for mma.sync by `attention`, also with deterministic=True in a backward."""
+def implementations(device: str) -> list[Implementation]:
+    """Returns the kernels for mma.sync by `attention`, also with deterministic=True in a backward; none if a GPU has none."""
+    if capability_of(device) not in MMA_CAPABILITIES:
+        return []
+    version = flexattn.__version__
     return [
         Implementation(MMA, version, with_wish("always", functools.partial(_prepare, {})), compiles=True),
         Implementation(

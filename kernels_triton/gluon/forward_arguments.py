@@ -65,6 +65,13 @@ class ForwardMeta(NamedTuple):
     V_BLOCKWISE: bool
 
 
+class Cut(NamedTuple):
+    """The form of a KV split: are the keys split, and does a plan give the split points?"""
+
+    is_split: bool
+    is_planned: bool
+
+
 class Descriptors(NamedTuple):
     q: Pair
     k: Pair

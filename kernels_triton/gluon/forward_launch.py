@@ -15,7 +15,7 @@ from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads, split_head_dim
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, rows_of_a_copy, tiles_and_room
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
-from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Descriptors, ForwardMeta, Results, Steps
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Descriptors, ForwardMeta, Results, Steps
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import pair_descriptor
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
@@ -99,13 +99,6 @@ def _whole_blocks_of_window(problem: Problem, tile: ForwardTile, queries: int) -
     if x.window_left is None or x.window_right is None:
         return math.inf
     return (x.window_left + x.window_right + 2 - queries) // tile.block_n
-
-
-class Cut(NamedTuple):
-    """The form of a KV split: are the keys split, and does a plan give the split points?"""
-
-    is_split: bool
-    is_planned: bool
 
 
 class ForwardTile(Protocol):

@@ -12,8 +12,7 @@ from flexattn.kernels_triton.common.arguments import Rows
 from flexattn.kernels_triton.common.features import is_plain, with_features
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import slots_of_heads, split_head_dim
-from flexattn.kernels_triton.gluon.forward_arguments import Arguments
-from flexattn.kernels_triton.gluon.forward_launch import Cut
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut
 from flexattn.kernels_triton.mma.tiles import MmaTile
 
 

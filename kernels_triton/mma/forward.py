@@ -27,8 +27,8 @@ from flexattn.kernels_triton.gluon.block_ranges import blocks_of_keys, cut_key_l
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_room
 from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
-from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Results
-from flexattn.kernels_triton.gluon.forward_launch import Cut, SplitKeys, forward_arguments
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Results
+from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,
