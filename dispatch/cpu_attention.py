@@ -84,14 +84,14 @@ def _mask(spec: AttentionSpec, x: Operands) -> Tensor:
     len_q, len_kv = x.q.shape[spec.q_format.index("s")], x.k.shape[spec.kv_format.index("s")]
     left, right, bottom_right = spec.band
     with neutral_state():
-        distance = torch.arange(len_kv) - torch.arange(len_q).unsqueeze(1)
+        distance = torch.arange(len_kv, device="cpu") - torch.arange(len_q, device="cpu").unsqueeze(1)
         distance -= len_kv - len_q if bottom_right else 0
-        is_hidden = torch.zeros(len_q, len_kv, dtype=torch.bool)
+        is_hidden = torch.zeros(len_q, len_kv, dtype=torch.bool, device="cpu")
         if left is not None:
             is_hidden |= distance < -left
         if right is not None:
             is_hidden |= distance > right
-        return torch.zeros(len_q, len_kv, dtype=torch.float32).masked_fill_(is_hidden, float("-inf"))
+        return torch.zeros(len_q, len_kv, dtype=torch.float32, device="cpu").masked_fill_(is_hidden, float("-inf"))
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] | None:
