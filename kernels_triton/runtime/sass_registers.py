@@ -213,6 +213,10 @@ def _registers(name: str, text: str) -> tuple[int, int]:
         size = 4 if "128" in modifiers else 2 if {"64", "WIDE"} & {*modifiers} else 1
         if operation == "LDTM":  # "LDTM.x64 R4" writes R4 to R67
             size = int(modifiers[-1].removeprefix("x"))
+        elif operation == "LDSM" and modifiers[-1].isdigit():  # "LDSM.16.M88.4"
+            size = int(modifiers[-1])
+        elif operation == "CS2R" and "32" not in modifiers:  # ptxas clears a pair by "CS2R R4, SRZ"
+            size = 2
         writes = _bits(target[2], target[3], size)
         operands[0] = ""
     for place, operand in enumerate(operands):

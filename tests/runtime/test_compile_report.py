@@ -168,6 +168,12 @@ _PRODUCT = ("IADD3 R4, P2, R4, 0x2, RZ", "R2UR UR6, R4", "UMOV UR7, 0x1", "HGMMA
         # a load from tensor memory writes as many registers as it says
         (("MOV.SPILL R35, UR4", "LDTM.x32 R4, tmem[UR5]", "FADD R2, R35, R3", "EXIT"), ("UR5",)),
         (("MOV.SPILL R36, UR4", "LDTM.x32 R4, tmem[UR5]", "FADD R2, R36, R3", "EXIT"), ("UR5", "R36")),
+        # and one from shared memory or a special register
+        (("MOV.SPILL R7, UR4", "LDSM.16.M88.4 R4, [R2]", "FADD R2, R7, R3", "EXIT"), ()),
+        (("MOV.SPILL R6, UR4", "LDSM.16.M88.2 R4, [R2]", "FADD R2, R6, R3", "EXIT"), ("R6",)),
+        (("LDG.E R4, [R2.64]", "CS2R R4, SRZ", *_PRODUCT), ()),
+        (("LDG.E R4, [R2.64]", "CS2R R3, SRZ", *_PRODUCT), ()),
+        (("LDG.E R4, [R2.64]", "CS2R.32 R3, SRZ", *_PRODUCT), ("gdesc[UR4]",)),
         # a descriptor's address is 14 bits; one from a number that was loaded for something else is wrong
         (("SGXT.U32 R4, R4, 0xe", *_PRODUCT), ()),
         (("LDG.E R4, [R2.64]", "LOP3.LUT R4, R4, 0x3fff, RZ, 0xc0, !PT", *_PRODUCT), ()),
