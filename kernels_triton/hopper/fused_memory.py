@@ -14,30 +14,30 @@ from flexattn.kernels_triton.hopper.fp8 import allocate_factors
 
 @gluon.jit
 def allocate_fused(args: FusedArguments, META: gl.constexpr):
-    # Returns (tiles, barriers, the block of a program that has one)
+    # Returns (tiles, barriers, the block of a program that has one). An absent part is (), as Triton 3.6 does not return None
     descriptors = args.descriptors
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DTYPE: gl.constexpr = descriptors.k16.dtype if META.IS_FP8 else descriptors.k.dtype
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     tiles = FusedTiles(
         q=allocate_tiles(STAGES, descriptors.q),
-        q16=allocate_tiles(STAGES, descriptors.q16) if META.IS_FP8 else None,
+        q16=allocate_tiles(STAGES, descriptors.q16) if META.IS_FP8 else (),
         dout=allocate_tiles(STAGES, descriptors.dout),
-        dout16=allocate_tiles(STAGES, descriptors.dout16) if META.IS_FP8 else None,
+        dout16=allocate_tiles(STAGES, descriptors.dout16) if META.IS_FP8 else (),
         k=allocate_tiles(2 * META.K_STAGES, descriptors.k),
-        k16=allocate_tiles(2, descriptors.k16) if META.IS_FP8 else None,
+        k16=allocate_tiles(2, descriptors.k16) if META.IS_FP8 else (),
         v=allocate_tiles(2 * META.V_STAGES, descriptors.v),
         statistics=gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], descriptors.statistics.layout),
-        factors=allocate_factors(STAGES) if META.IS_FP8 else None,
+        factors=allocate_factors(STAGES) if META.IS_FP8 else (),
         ds=gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE),
         dq=allocate_tiles(2 * META.DQ_STAGES, descriptors.dq),
     )
     q_empty = allocate_barriers(STAGES, 2)
     # No barrier may be unused: Triton would reuse its memory for the arguments of partitions (`CompileReport.idle_barriers`).
-    dout_empty = None if META.IS_FP8 else q_empty
+    dout_empty = () if META.IS_FP8 else q_empty
     if META.DOUT_APART:
         dout_empty = allocate_barriers(STAGES, 2)
-    kv_full, tile_full, tile_empty, tile_slots, block = None, None, None, None, None
+    kv_full, tile_full, tile_empty, tile_slots, block = (), (), (), (), ()
     if META.NUMBERS == 0:
         block = key_block_of_program(args, META)
         if META.IS_FP8:
