@@ -72,7 +72,8 @@ def products_of(meta: Any, kernel: str) -> int:
         [(80, (128, 128), "causal", FUSED)],
         pytest.param([(80, (96, 96), "causal", DKDV), (80, (128, 128), "causal", DQ)], marks=pytest.mark.slow),
         pytest.param(
-            [(sm, dims, "causal", kernel) for sm in (80, 89) for dims in DIMS for kernel in KERNELS], marks=pytest.mark.slow
+            [(sm, dims, "causal", kernel) for sm in (80, 89) for dims in DIMS for kernel in KERNELS],
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             [(sm, dims, mask, kernel) for sm in LIMITS for dims in DIMS for mask in MASKS for kernel in KERNELS],
