@@ -322,7 +322,7 @@ def _digest(items: list[Any], is_lifted: bool = False) -> Hashable | None:
     return (*kinds, tuple(items)) if kinds in ({int}, {bool}) else None
 
 
-# What a walk reads of a value, for a look at a later time:
+# The functions below return the objects that a walk reads of a value. `_are_same` reads them again before a later call.
 
 
 def _read(get: Callable[[Any], Sequence[Any]], owner: object) -> _Read:

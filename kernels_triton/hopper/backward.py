@@ -26,6 +26,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
     query_block_of_program,
     statistics_of_block,
 )
+from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES
 from flexattn.kernels_triton.gluon.descriptors import (
@@ -47,7 +48,7 @@ from flexattn.kernels_triton.gluon.pairs import (
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DqArguments, DqDescriptors, DqSteps
-from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
+from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
 from flexattn.kernels_triton.hopper.conditions import backward_tile
 from flexattn.kernels_triton.hopper.dkdv_consumer import (
     DkdvConsumerBarriers,

@@ -1,13 +1,11 @@
-"""Host side of the sm_90 backwards that share a loader or a consumer, in 16 bits and in FP8: constants, and shared arguments."""
+"""Host side of the sm_90 backwards that share a loader or a consumer, in 16 bits and in FP8."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flexattn.kernels_triton.common.features import is_plain, with_features
-from flexattn.kernels_triton.common.preprocess import Tiled
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 
 
 class Stages(NamedTuple):
@@ -75,16 +73,3 @@ def backward_meta(
         SHARES_TILES=shares_tiles,
         SPLITS_COLUMNS=splits_columns,
     )
-
-
-def shared_arguments(problem: Problem, tiled: Tiled) -> dict[str, Any]:
-    """Returns the arguments that all kernels of a backward have, by name."""
-    x = problem
-    return {
-        "tiles_of_statistics": tiled.tiles,
-        "large": LargeLse(is_any_ptr=tiled.large.is_any, lse_ptr=tiled.large.lse),
-        "lengths_q": x.lengths_q,
-        "lengths_kv": x.lengths_kv,
-        "band": x.band,
-        "scores": x.scores,
-    }

@@ -12,6 +12,7 @@ from flexattn.kernels_triton.common.preprocess import Tiled
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block
+from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.descriptors import (
     load_rows,
@@ -28,7 +29,6 @@ from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DkdvDescriptors, DkdvSteps
-from flexattn.kernels_triton.hopper.backward_launch import shared_arguments
 
 
 class DkdvTiles(NamedTuple):

@@ -23,6 +23,7 @@ from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
+from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
 from flexattn.kernels_triton.gluon.descales import Descale, descales_of
@@ -57,7 +58,7 @@ from flexattn.kernels_triton.hopper.backward_arguments import (
     DqOrigins,
     DqSteps,
 )
-from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
+from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
 from flexattn.kernels_triton.hopper.dkdv_consumer import (
     DkdvConsumerBarriers,
     DkdvOperands,

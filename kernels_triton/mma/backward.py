@@ -35,6 +35,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
     next_query_block,
     probabilities,
 )
+from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
@@ -309,17 +310,7 @@ def _attn_bwd_mma_kernel(args: MmaBackwardArguments, MODS: gl.constexpr, META: g
 
 def arguments_of_backward(problem: Problem, tiled: Tiled) -> dict[str, Any]:
     """Returns the arguments that both kernels of a backward have, by name."""
-    x = problem
-    return {
-        "statistics_ptr": tiled.statistics,
-        "tiles_of_statistics": tiled.tiles,
-        "large": LargeLse(is_any_ptr=tiled.large.is_any, lse_ptr=tiled.large.lse),
-        "lengths_q": x.lengths_q,
-        "lengths_kv": x.lengths_kv,
-        "band": x.band,
-        "scores": x.scores,
-        "dropout": x.dropout,
-    }
+    return shared_arguments(problem, tiled) | {"statistics_ptr": tiled.statistics, "dropout": problem.dropout}
 
 
 def launch_key_blocks(call: Backward, tile: MmaBackwardTile, tiled: Tiled) -> None:
