@@ -133,12 +133,19 @@ def _forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: An
     return (out, lse.transpose(1, 2)) if call.return_lse else out
 
 
-def _backward(ctx: Any, grad_out: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value. parts: a ring's tensors of one step, in place of the saved ones."""
-    names = ("query", "key", "value", "out", "lse")
-    query, key, value, out, lse = (parts.get(name, x).detach() for name, x in zip(names, ctx.saved_tensors, strict=True))
-    lse = lse.transpose(1, 2).to(ctx.saved_tensors[-1].dtype)
-    gradients = attention_backward(grad_out, query, key, value, out, lse, **ctx.flexattn_options)
+def _backward(
+    ctx: Any,
+    grad_out: Tensor,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value. A step of a ring passes tensors in place of the saved ones."""
+    saved = ctx.saved_tensors
+    q, k, v, o, statistics = (x if y is None else y for x, y in zip(saved, (query, key, value, out, lse), strict=True))
+    gradients = attention_backward(grad_out, q, k, v, o, statistics.transpose(1, 2).to(saved[-1].dtype), **ctx.flexattn_options)
     return gradients.dq, gradients.dk, gradients.dv
 
 
