@@ -241,10 +241,7 @@ def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
     if spec.bias_dims is None:
         return None
     if spec.bias_is_shared:
-        return (
-            "batch entries share entries of the bias, and cuDNN has no such broadcast; use backend='triton', or repeat the bias with "
-            "bias.repeat_interleave"
-        )
+        return "batch entries share entries of the bias; use backend='triton', or pass bias.repeat_interleave(b // len(bias), 0)"
     if not spec.bias_dims[3]:
         return (
             "the bias is broadcast over the keys, and cuDNN needs a value for each key; expand the bias, or leave it out, because "

@@ -204,10 +204,11 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
     check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
     fits = bias.dim() == 4 and all(size in (full, 1) for size, full in zip(bias.shape[1:], shape[1:], strict=True))
     if not fits or not (bias.shape[0] in (shape[0], 1) or (shape[0] > bias.shape[0] > 0 and shape[0] % bias.shape[0] == 0)):
-        hint = ". Add dims of size 1 in front, such as bias[None, None], or pass it as mask=." if bias.dim() < 4 else ""
+        hint = " Add dims of size 1 in front, such as bias[None, None], or pass it as mask=."
+        if bias.dim() >= 4:
+            hint = " The first may also be n, if n divides b: batch entry i then adds bias[i // (b // n)]."
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, any of which may be 1. The first may "
-            f"also be n, if n divides b: batch entries i * b / n to (i + 1) * b / n share entry i{hint}"
+            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, any of which may be 1.{hint}"
         )
 
 

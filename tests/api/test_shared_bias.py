@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 import flexattn
-from flexattn import ops, plot
+from flexattn import ops, plot, sharded
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.canary import _lengths
 from flexattn.dispatch.sample import sample_operands
@@ -70,6 +73,25 @@ def _inputs(fmt: str, dtype: torch.dtype) -> dict[str, Any]:
     return {"qkv_format": fmt, "num_heads": HEADS, "num_heads_kv": 1, "dtype": dtype, "device": DEVICE, **names}
 
 
+def test_eager_calls_without_a_gradient() -> None:
+    """These run torch's own operator, which has no such broadcast."""
+    q = torch.randn(6, 8, HEADS, 16, generator=torch.Generator().manual_seed(0))
+    bias = torch.randn(2, HEADS, 8, 8, generator=torch.Generator().manual_seed(1))
+    out, repeated = (flexattn.attention(q, q, q, bias=t, backend="eager") for t in (bias, bias.repeat_interleave(GROUP, 0)))
+    torch.testing.assert_close(out, repeated)
+
+
+@pytest.mark.parametrize(("entries", "kind"), [(1, "batch"), (2, "all"), (3, "batch"), (6, "batch")])
+def test_a_mesh_splits_whole_groups(monkeypatch: pytest.MonkeyPatch, entries: int, kind: str) -> None:
+    """Three ranks cannot divide two entries of a bias, so q is gathered."""
+    monkeypatch.setattr(sharded, "DTensor", SimpleNamespace)
+    q, mesh = SimpleNamespace(placements=(Shard(0),)), SimpleNamespace(size=lambda dim: 3)
+    arguments = {"block_mask": None, "score_mod": None, "bias": torch.zeros(entries, 1, 1, 1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert sharded._kinds(q, "bshd", "bshd", mesh, arguments, (4, 4), 6) == [kind]
+
+
 def test_the_reference_equals_a_formula() -> None:
     """Each batch entry b adds bias[b // GROUP]: consecutive entries share."""
     spec, x = make_call(
@@ -106,7 +128,7 @@ def test_the_gradient_is_written_once_and_repeats(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("entries", [0, 4, 5, 12])
 def test_other_first_dims_are_refused(entries: int) -> None:
     q = torch.zeros(6, 8, HEADS, 16)
-    with pytest.raises(ValueError, match=r"The first may also be n, if n divides b: batch entries i \* b / n to"):
+    with pytest.raises(ValueError, match=r"The first may also be n, if n divides b: batch entry i then adds"):
         flexattn.attention(q, q, q, bias=torch.zeros(entries, HEADS, 8, 8))
 
 
