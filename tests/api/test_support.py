@@ -64,7 +64,7 @@ PADDED = {**LENGTHS, "padding": True, "gap": 3}
 PACKED = {**LENGTHS, "qkv_format": "thd", "gap": 3}
 STRIDED = {**EQUAL_LENGTHS, "strided": True}
 EQUAL = {**EQUAL_LENGTHS, "qkv_format": "bhsd"}
-FOUR = {"lengths_q": (37, 20, 5, 11), "lengths_kv": (29, 43, 7, 3), "padding": True}
+FOUR = {**PADDED, "lengths_q": (37, 20, 5, 11), "lengths_kv": (29, 43, 7, 3)}
 LATENTS = {"head_dim_qk": 576, "head_dim_v": 512, "num_heads": 4, "num_heads_kv": 1, "dtype": torch.bfloat16}
 NOTHING: dict[str, Any] = {}
 
