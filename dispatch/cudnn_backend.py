@@ -321,7 +321,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
             from flexattn.kernels_cudnn.fp8 import Descales, Incoming, fp8_backward
 
             *input_descales, descale_dout = x.descales
-            incoming = Incoming(out_view, None, lse, dout_view, descale_dout)
+            incoming = Incoming(out_view, lse, dout_view, descale_dout)
             fp8_backward(problem, Descales(*input_descales), incoming, written, directory=directory)
         else:
             from flexattn.kernels_cudnn.attention import attention_backward
