@@ -167,7 +167,8 @@ def _prepare_fp8(kernel: str, workload: Workload, tensors: Tensors) -> Prepared:
     spec = ops.spec_to_run(x, settings)
     sides = [(spec.q_format, *x.packing("q")), (spec.kv_format, *x.packing("kv"))]
     whole = [quantization.Unquantized(t, *sides[n in (1, 2)], scale=None) for n, t in enumerate(tensors[:4])]
-    (q, k, v, dout), descales, _ = quantization.quantize(whole, dtype, "head", 0, 0)
+    (q, k, v, dout), scales, _ = quantization.quantize(whole, dtype, "head", 0, 0)
+    descales = tuple(scales)
     spec = spec._replace(dtype=dtype, fp8=Fp8((False, True, False), 0, tensors.q.dtype, dtype, False))
     x = x._replace(q=q, k=k, v=v, descales=descales[:3])
     problem = dataclasses.replace(problem_of(workload, tensors), q=q, k=k, v=v, descales=descales[:3])
@@ -190,10 +191,10 @@ def _prepare_fp8(kernel: str, workload: Workload, tensors: Tensors) -> Prepared:
     wanted, budget = reference_gradients(spec, x, exact_dout), eager_backend.backward(spec, x, out, lse, dout, None)
 
     def backward() -> Results:
-        results = {f"d{name}": torch.full(t.shape, torch.nan, dtype=out.dtype) for name, t in zip("qkv", (q, k, v), strict=True)}
+        dq, dk, dv = (torch.full(t.shape, torch.nan, dtype=out.dtype) for t in (q, k, v))
         doffset = None if tensors.softmax_offset is None else torch.empty(workload.num_heads)
-        _run(kernel, Backward(problem, out, lse, dout, None, *results.values(), doffset))
-        return results
+        _run(kernel, Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
+        return {"dq": dq, "dk": dk, "dv": dv}
 
     def check_backward(results: Results) -> None:
         for name, got in results.items():
