@@ -222,7 +222,7 @@ _FUSED_192 = ("fused_192_h200.json", "fused_192_h100.json")
 _FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
 
 _OLDER: dict[str, Any] = {"dtype": "bfloat16", "layout": "dense", "kind": "plain", "tokens": (1024, 4096)}
-"""Columns of rules that `python -m flexattn.bench.older_tiles --rows` prints: an H200 ran the code of sm_80."""
+"""Columns of rules beside the portable kernels: an H200 ran the code of sm_80."""
 
 _MMA: dict[str, Any] = {"dropout": False, "packed": False, "paged": False, "source": "mma_first_h200.json"}
 """Columns of rules that `python -m flexattn bench --emit-rows` prints for the first run of the kernels for mma.sync."""
