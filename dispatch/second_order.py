@@ -71,7 +71,7 @@ def tangent(spec: AttentionSpec, x: Operands, along: Along) -> tuple[Tensor, Ten
         with torch.enable_grad():
             block_out, block_lse = block.attend(spec, x)
             seeds = torch.zeros_like(block_out, requires_grad=True), torch.zeros_like(block_lse, requires_grad=True)
-            grads = torch.autograd.grad((block_out, block_lse), leaves, seeds, create_graph=True, allow_unused=True)
+            grads = _grads((block_out, block_lse), leaves, seeds)
         found = _derivatives(grads, tangents, seeds)
         block.rows_of(spec, out).copy_(found[0])
         block.lse_of(spec, lse).copy_(found[1])
@@ -105,7 +105,7 @@ def double_backward(
             outputs, seeds = block.differentiated(spec, x, dout, dlse)
             seeds = [eager_backend.leaf(seed, seed.dtype) for seed in seeds]
             moving, tangents = block.moving()
-            grads = torch.autograd.grad(outputs, moving, seeds, create_graph=True, allow_unused=True)
+            grads = _grads(outputs, moving, seeds)
         targets, leaves = sums.targets(spec, block)
         found = _derivatives(grads, tangents, (*seeds, *leaves))
         block.rows_of(spec, ddout).copy_(found[0])
@@ -113,6 +113,11 @@ def double_backward(
         for target, grad in zip(targets, found[2:], strict=True):
             target += grad
     return Second(ddout, ddlse, sums.results(spec, x))
+
+
+def _grads(outputs: Sequence[Tensor], leaves: Sequence[Tensor], seeds: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the leaves, with their graph."""
+    return torch.autograd.grad(outputs, leaves, seeds, create_graph=True, allow_unused=True) if leaves else ()
 
 
 def _derivatives(grads: Sequence[Tensor | None], tangents: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:

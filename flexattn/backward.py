@@ -200,9 +200,9 @@ def _check_kinds(*qkv: object) -> None:
 
 def _check(x: Operands, settings: ops.Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
     """Raises ValueError or TypeError for the requirements of a backward beyond a forward's."""
-    if ops.is_differentiated(ops.tensors_of(x)):
-        raise RuntimeError(PART)
     refuse_batched(dout, dlse, out, lse)
+    if ops.is_differentiated((*ops.tensors_of(x), out, lse, dout, dlse)):
+        raise RuntimeError(PART)
     validation.check_backward(x, settings.qkv_format, out, lse, dout, dlse)
     if x.dropout_p == 0.0:
         return

@@ -167,7 +167,7 @@ class Tangent(_WithRule):
         call, (out, lse, *rest) = ctx.call, ctx.saved_tensors
         tensors, tangents = rest[: call.ends[1]], rest[call.ends[1] :]
         dout = torch.zeros_like(out) if dout is None else dout
-        _, _, *hessian = DoubleBackward.apply(call, dout, dlse, *tensors, *tangents)  # type: ignore[no-untyped-call]
+        _, _, *hessian = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
         transposed = Backward.apply(call, out, lse, dout, dlse, *tensors)  # type: ignore[no-untyped-call]
         given = (gradient if t is not None else None for gradient, t in zip(transposed, tangents, strict=True))
         return None, None, None, *call.scattered(hessian), *given
@@ -204,16 +204,15 @@ class Backward(_WithRule):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Any, ...]:
-        call, (_, _, dout, dlse, *tensors) = ctx.call, ctx.saved_tensors
-        ddout, ddlse, *hessian = DoubleBackward.apply(call, dout, dlse, *tensors, *along)  # type: ignore[no-untyped-call]
-        return None, None, None, ddout, None if dlse is None else ddlse, *call.scattered(hessian)
+        ddout, ddlse, *hessian = _twice(ctx.call, ctx.saved_tensors, along)
+        return None, None, None, ddout, None if ctx.saved_tensors[3] is None else ddlse, *ctx.call.scattered(hessian)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         call, (out, lse, dout, dlse, *tensors) = ctx.call, ctx.saved_tensors
         _, _, _, tdout, tdlse, *rest = tangents
         along = call.gathered(rest)
-        _, _, *found = DoubleBackward.apply(call, dout, dlse, *tensors, *along)  # type: ignore[no-untyped-call]
+        _, _, *found = _twice(call, (out, lse, dout, dlse, *tensors), along)
         if tdout is None and tdlse is None:
             return tuple(found)
         tdout = torch.zeros_like(dout) if tdout is None else tdout
@@ -222,10 +221,13 @@ class Backward(_WithRule):
 
 
 class DoubleBackward(_WithRule):
-    """Derivatives of <along, gradients> for dout, dlse and the wanted tensors, of (call, dout, dlse, *tensors, *along)."""
+    """Derivatives of <along, gradients> for dout, dlse and the wanted tensors, of (call, *inputs of `Backward`, *along).
+
+    It has derivatives for `along` only, in which it is linear: <(dout2, t), result> has the gradient J^T dout2 + H t for along.
+    """
 
     @staticmethod
-    def forward(call: Call, dout: Tensor, dlse: Tensor | None, *rest: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *rest: Tensor | None) -> Any:
         x = call.operands(rest)
         spec = call.spec_of(x)
         if x.dropout_p:
@@ -235,7 +237,38 @@ class DoubleBackward(_WithRule):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _save(ctx)
+        ctx.call, *tensors = inputs
+        _save(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout2: Tensor | None, dlse2: Tensor | None, *tangents: Tensor | None) -> tuple[Any, ...]:
+        call, (out, lse, dout, dlse, *rest) = ctx.call, ctx.saved_tensors
+        tensors = rest[: call.ends[1]]
+        _, _, *found = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
+        dout2 = torch.zeros_like(out) if dout2 is None else dout2
+        linear = Backward.apply(call, out, lse, dout2, dlse2, *tensors)  # type: ignore[no-untyped-call]
+        sums = (a + b for a, b in zip(found, linear, strict=True))
+        given = (t if along is not None else None for t, along in zip(sums, rest[call.ends[1] :], strict=True))
+        # Zeros go to `_NoThird`, which raises if a derivative for its tensor is asked for.
+        inputs = (None if t is None or not t.is_floating_point() else torch.zeros_like(t) for t in (dout, dlse, *tensors))
+        return None, None, None, *inputs, *given
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        count = 5 + ctx.call.ends[1]
+        return DoubleBackward.apply(ctx.call, *ctx.saved_tensors[: count - 1], *tangents[count:])  # type: ignore[no-untyped-call]
+
+
+class _NoThird(_WithRule):
+    """An input of `DoubleBackward`, for which that has no derivative."""
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
@@ -244,6 +277,17 @@ class DoubleBackward(_WithRule):
     @staticmethod
     def jvp(ctx: Any, *_: Tensor | None) -> NoReturn:
         raise RuntimeError(THIRD)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], t: Tensor) -> tuple[Tensor, int | None]:
+        return _NoThird.apply(t), in_dims[0]  # type: ignore[no-untyped-call]
+
+
+def _twice(call: Call, inputs: Tensors, along: Tensors) -> Any:
+    """Returns the results of `DoubleBackward`. inputs: of `Backward`."""
+    out, lse, *rest = inputs
+    kept = (t if t is None or not t.is_floating_point() else _NoThird.apply(t) for t in rest)  # type: ignore[no-untyped-call]
+    return DoubleBackward.apply(call, out, lse, *kept, *along)  # type: ignore[no-untyped-call]
 
 
 def _save(ctx: Any, *tensors: Tensor | None) -> None:
