@@ -82,7 +82,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     captured_sums = spec.mods.wanted(sums.mod_tensors) if spec.mods else ()
     with torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in blocks(spec, x, lse.element_size()):
-            block = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: leaf(t, lse.dtype))
+            block = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: as_leaf(t, lse.dtype))
             tokens = sequences.q[rows.start : rows.stop]
             block_dout = reference.token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)
             block_dlse = None if dlse is None else reference.lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype)
@@ -114,7 +114,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors)
 
 
-def leaf(t: Tensor, dtype: torch.dtype) -> Tensor:
+def as_leaf(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a tensor in `dtype` that is a leaf for autograd. If it was made in inference mode, it is copied."""
     return (t.clone() if t.is_inference() else t.detach()).to(dtype).requires_grad_()
 

@@ -5,7 +5,7 @@ Let s be the scores, p = exp(s - lse), o = p v, do and dlse the gradients of o a
     t_s = c (t_q k^T + q t_k^T) + t_bias        mu = rowsum(p t_s) = t_lse
     t_o = (p (t_s - mu)) v + p t_v
 
-The gradients of q, k and v are a gradient g = J^T do. Let L = <do, o> + <dlse, lse>, and let t be the gradients of dq, dk and dv. Then
+The backward returns g = J^T (do, dlse), the gradient of L = <do, o> + <dlse, lse>. Let t be the gradients of dq, dk and dv. Then
 <t, g> is the derivative of L along t. So its gradient to do and dlse is (t_o, t_lse), and its gradient to the inputs is H t, with
 the Hessian H of L. As H is symmetric, H t is the derivative of the backward along t:
 
@@ -79,7 +79,9 @@ def tangent(spec: AttentionSpec, x: Operands, along: Along) -> tuple[Tensor, Ten
 
 
 @_as_written
-def gradients(spec: AttentionSpec, x: Operands, dout: Tensor, dlse: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def gradients(
+    spec: AttentionSpec, x: Operands, dout: Tensor, dlse: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the wanted `inputs`, as a backward does that differentiates each floating-point tensor."""
     sums = _Sums(spec, x, wanted)
     for block in _blocks(spec, x, (None,) * len(wanted), sums.dtype):
@@ -103,7 +105,7 @@ def double_backward(
     for block in _blocks(spec, x, along, sums.dtype):
         with torch.enable_grad():
             outputs, seeds = block.differentiated(spec, x, dout, dlse)
-            seeds = [eager_backend.leaf(seed, seed.dtype) for seed in seeds]
+            seeds = [eager_backend.as_leaf(seed, seed.dtype) for seed in seeds]
             moving, tangents = block.moving()
             grads = _grads(outputs, moving, seeds)
         targets, leaves = sums.targets(spec, block)
@@ -125,7 +127,9 @@ def _derivatives(grads: Sequence[Tensor | None], tangents: Sequence[Tensor], lea
     pairs = [(grad, t) for grad, t in zip(grads, tangents, strict=True) if grad is not None and grad.requires_grad]
     if not pairs:
         return tuple(map(torch.zeros_like, leaves))
-    return torch.autograd.grad([grad for grad, _ in pairs], leaves, [t for _, t in pairs], allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(
+        [grad for grad, _ in pairs], leaves, [t for _, t in pairs], allow_unused=True, materialize_grads=True
+    )
 
 
 class _Block(NamedTuple):
@@ -197,13 +201,14 @@ def _blocks(spec: AttentionSpec, x: Operands, along: Along, dtype: torch.dtype) 
     # A tangent of zeros has a place that `slice_block` can cut, and no memory.
     zeros = [None if t is None else t.new_zeros(()).expand(t.shape) for t in inputs(x)]
     filled = [zero if t is None else t for t, zero in zip(along, zeros, strict=True)]
-    directions = reference.Differentiable(*filled[:5], tuple(filled[5:]))  # type: ignore[arg-type]
+    q, k, v, bias, offset, *captures = filled
+    directions = reference.Differentiable(q, k, v, bias, offset, tuple(captures))  # type: ignore[arg-type]
     for sequences, rows, cols in eager_backend.blocks(spec, x, GRAPHS * dtype.itemsize):
-        leaves = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: eager_backend.leaf(t, dtype))
+        leaves = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: eager_backend.as_leaf(t, dtype))
         parts = _flat(reference.slice_block(spec, directions, sequences, rows, cols))
         tangents = (None if t is None or part is None else _constant(part, dtype) for t, part in zip(along, parts, strict=True))
         yield _Block(sequences, rows, cols, leaves, tuple(tangents))
 
 
 def _constant(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return eager_backend.leaf(t, dtype).requires_grad_(False)
+    return eager_backend.as_leaf(t, dtype).requires_grad_(False)

@@ -69,7 +69,6 @@ forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "
 set_jit_trace: Callable[[Any], None] = _C._set_tracing_state  # type: ignore[attr-defined]
 
 
-
 def is_differentiated(t: Tensor) -> bool:
     """Returns whether forward mode, or a transform of torch.func other than vmap, takes a derivative with respect to t."""
     while True:

@@ -15,9 +15,10 @@ from torch import Tensor
 from flexattn import compat
 
 MESSAGE = (
-    "this attention (in FP8, over ranks, or attention_backward) has no second derivative, and a derivative of its gradients was asked "
-    "for (a gradient of a loss that was made of them, as a gradient penalty or a Hessian-vector product); accepted: first derivatives, "
-    "attention() of one device in float16, bfloat16, float32 or float64, or attention in plain torch ops: softmax(q @ k.mT * scale) @ v"
+    "attention in FP8 or over ranks and attention_backward() have no second derivative, and a derivative of their gradients was "
+    "asked for (a gradient of a loss that was made of them, as a gradient penalty or a Hessian-vector product); accepted: first "
+    "derivatives, attention() on one device in float16, bfloat16, float32 or float64, or attention in plain torch ops: "
+    "softmax(q @ k.mT * scale) @ v"
 )
 
 PART = (

@@ -138,7 +138,9 @@ def is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
     if any(compat.is_differentiated(t) for t in given):
         return True
     if any(compat.is_batched(t) for t in given):
-        raise RuntimeError("attention() has no rule for torch.vmap; pass a tensor with one batch dim: reshape the mapped dim into b")
+        raise RuntimeError(
+            "attention() has no rule for torch.vmap; pass a tensor with one batch dim: reshape the mapped dim into b"
+        )
     return False
 
 
@@ -377,4 +379,5 @@ _LISTS = slice(Operands._fields.index("mod_tensors"), len(Operands._fields))
 
 def tensors_of(x: Operands) -> tuple[Tensor | None, ...]:
     """Returns all tensors of a call: the fields, then the captures of mods, then the tensors of a block mask."""
-    return (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask)
+    fields: tuple[Any, ...] = x[:_NUM_TENSORS]
+    return (*fields, *x.mod_tensors, *x.block_mask)

@@ -1,26 +1,25 @@
 """Forward-mode and second derivatives of attention, as torch.autograd.Functions that torch.func's transforms take too.
 
-Three Functions have derivatives in terms of each other. `Attend` returns out and lse; its tangent is `Tangent`, and its gradient is
-`Backward`. `Backward` returns the gradients; its derivatives are `DoubleBackward`. The gradient of `Tangent` is both: <dout, J t> has
-the gradient J^T dout for t, and H t for the inputs (`dispatch.second_order`). `DoubleBackward` has no derivative.
+Each Function has derivatives in terms of the others. `Attend` returns out and lse. Its tangent is `Tangent`, and its gradient is
+`Backward`, whose derivatives are `DoubleBackward`. The gradient of `Tangent` is both: <dout, J t> has the gradient J^T dout for t,
+and H t for the inputs (`dispatch.second_order`). `DoubleBackward` has a derivative only in the direction, in which it is linear.
 
 A plain call does not come here: its Function calls `differentiable`, only if its gradients are made with create_graph=True.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from flexattn import compat, ops
+from flexattn import ops
 from flexattn.dispatch import second_order
-from flexattn.first_order import PART
 from flexattn.dispatch.select import OWN_DROPOUT
 from flexattn.dispatch.spec import AttentionSpec, Operands
+from flexattn.first_order import PART
 
 THIRD = (
     "flexattn's attention has derivatives up to the second, and a derivative of a second derivative was asked for; accepted: "
@@ -28,8 +27,8 @@ THIRD = (
     "softmax(q @ k.mT * scale) @ v"
 )
 FORWARD_TWICE = (
-    "flexattn's attention has no forward-mode derivative of a forward-mode derivative (torch.func.jvp of jvp, or jacfwd of jacfwd); "
-    "accepted: one of the two in reverse mode, such as torch.func.jvp of torch.func.grad"
+    "flexattn's attention has no forward-mode derivative of a forward-mode derivative (torch.func.jvp of jvp, or jacfwd of "
+    "jacfwd); accepted: one of the two in reverse mode, such as torch.func.jvp of torch.func.grad"
 )
 
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first
@@ -54,8 +53,9 @@ class Call:
 
     def operands(self, tensors: Tensors) -> Operands:
         mods, blocks = self.ends
-        lists: dict[str, Any] = {"mod_tensors": tuple(tensors[_NUM_TENSORS:mods]), "block_mask": tuple(tensors[mods:blocks])}
-        return Operands(*tensors[:_NUM_TENSORS], *self.rest)._replace(**lists)
+        fields: tuple[Any, ...] = (*tensors[:_NUM_TENSORS], *self.rest)
+        x = Operands._make(fields)
+        return x._replace(mod_tensors=tuple(tensors[_NUM_TENSORS:mods]), block_mask=tuple(tensors[mods:blocks]))  # type: ignore[arg-type]
 
     def spec_of(self, x: Operands) -> AttentionSpec:
         return ops.spec_to_run(x, self.settings)
@@ -99,8 +99,8 @@ def refuse(x: Operands, settings: ops.Settings) -> None:
     """Raises RuntimeError for a call that does not combine with these derivatives."""
     if settings.fp8_out or x.q.dtype != x.k.dtype:
         raise RuntimeError(
-            "attention() in FP8 has no forward-mode and no second derivative; accepted: q, k and v in float16, bfloat16, float32 or "
-            "float64, without an fp8_recipe"
+            "attention() in FP8 has no forward-mode and no second derivative; accepted: q, k and v in float16, bfloat16, float32 "
+            "or float64, without an fp8_recipe"
         )
     if settings.is_part:
         raise RuntimeError(PART)

@@ -23,7 +23,10 @@ SENTENCE = "has no second derivative"
 # Functions that need no guard of their own, and why.
 UNGUARDED = {
     "flexattn.first_order._Guard": "raises",
-    **{f"flexattn.second_order.{name}": "has derivatives" for name in ("_WithRule", "Attend", "Tangent", "Backward", "DoubleBackward")},
+    **{
+        f"flexattn.second_order.{name}": "has derivatives"
+        for name in ("_WithRule", "Attend", "Tangent", "Backward", "DoubleBackward")
+    },
     "flexattn.second_order._NoThird": "raises",
     "flexattn.integrations.flash_attn.forward_only._ForwardOnly": "raises in its first derivative",
     "flexattn.fp8._Dequantized": "torch differentiates its backward",
@@ -42,7 +45,9 @@ def functions(tracked_files: list[Path]) -> dict[str, type]:
             continue
         text = (ROOT / path).read_text()
         for node in ast.walk(ast.parse(text)) if "autograd.Function)" in text else ():
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith(("autograd.Function", "_WithRule")) for base in node.bases):
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(base).endswith(("autograd.Function", "_WithRule")) for base in node.bases
+            ):
                 module = ".".join((*(() if path.parts[0] == "flexattn" else ("flexattn",)), *path.with_suffix("").parts))
                 found[f"{module}.{node.name}"] = getattr(importlib.import_module(module), node.name)
     return found

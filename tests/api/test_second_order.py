@@ -26,7 +26,11 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def qkv(*, batch: int = 2, sq: int = 5, skv: int = 6, heads: int = 4, heads_kv: int = 2, fmt: str = "bshd") -> dict[str, Tensor]:
     """Returns q, k and v in a dense format; for thd, batch is 1 and sq and skv are totals."""
-    tensors = {"q": randn(batch, sq, heads, 4), "k": randn(batch, skv, heads_kv, 4, seed=1), "v": randn(batch, skv, heads_kv, 3, seed=2)}
+    tensors = {
+        "q": randn(batch, sq, heads, 4),
+        "k": randn(batch, skv, heads_kv, 4, seed=1),
+        "v": randn(batch, skv, heads_kv, 3, seed=2),
+    }
     order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
     return {name: t[0] if fmt == "thd" else t.permute(order[fmt]).contiguous() for name, t in tensors.items()}
 
@@ -210,7 +214,9 @@ USES: dict[str, Callable[[Attend], Any]] = {
     "vmap of jvp": lambda attend: torch.func.vmap(lambda t: torch.func.jvp(lambda q: attend(q, *QKV[1:]), QKV[:1], (t,))[1])(
         torch.stack(ALONG)
     ),
-    "vmap of grad": lambda attend: torch.func.vmap(torch.func.grad(lambda q: attend(q[None], *(t[:1] for t in QKV[1:])).sum()))(QKV[0]),
+    "vmap of grad": lambda attend: torch.func.vmap(torch.func.grad(lambda q: attend(q[None], *(t[:1] for t in QKV[1:])).sum()))(
+        QKV[0]
+    ),
     "hvp": lambda attend: torch.autograd.functional.hvp(cubes(attend), QKV, ALONG)[1],
     "mean flow": mean_flow,
     "penalty": penalty,
@@ -256,7 +262,75 @@ def test_calls_that_do_not_combine_are_refused() -> None:
     pool, table = randn(3, 128, 3, 4), torch.zeros(2, 1, dtype=torch.int32)
     used = torch.tensor([5, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="page_table"):
-        torch.func.jvp(lambda q: attention(q, pool, pool, page_table=table, seqused_kv=used, attn_mask_type="padding"), QKV[:1], ALONG[:1])
+        torch.func.jvp(
+            lambda q: attention(q, pool, pool, page_table=table, seqused_kv=used, attn_mask_type="padding"), QKV[:1], ALONG[:1]
+        )
     with pytest.raises(RuntimeError, match=r"attention_backward\(\) has no derivative"):
         out, lse = attention(*QKV, return_lse=True)
         torch.func.jvp(lambda q: flexattn.attention_backward(q, *QKV, out, lse).dq, QKV[:1], ALONG[:1])
+
+
+def sdpa_door(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flexattn.integrations.sdpa import scaled_dot_product_attention
+
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def flex_door(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flexattn.integrations.flex import flex_attention
+
+    def causal(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(i >= j, score, float("-inf"))
+
+    out: Any = flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), score_mod=causal)
+    return out.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def flash_door(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flexattn.integrations.flash_attn import flash_attn_func
+
+    return flash_attn_func(q, k, v, causal=True)  # type: ignore[no-any-return]
+
+
+def flash_packed_door(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flexattn.integrations.flash_attn import flash_attn_qkvpacked_func
+
+    return flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), causal=True)  # type: ignore[no-any-return]
+
+
+def xformers_door(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flexattn.integrations.xformers import memory_efficient_attention
+
+    bias = torch.full((5, 5), float("-inf"), dtype=F64).triu(1)
+    return memory_efficient_attention(q, k, v, attn_bias=bias.expand(2, 3, 5, 5))
+
+
+def module_door(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    module = flexattn.nn.MultiheadAttention(12, 3, bias=False, batch_first=True, dtype=F64)
+    torch.nn.init.eye_(module.out_proj.weight)
+    state = {name: torch.eye(12, dtype=F64).repeat(3 if "in_proj" in name else 1, 1) for name in module.state_dict()}
+    module.load_state_dict(state)
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    return module(*(t.flatten(2) for t in (q, k, v)), attn_mask=mask, need_weights=False)[0].view(2, 5, 3, 4)  # type: ignore[no-any-return]
+
+
+def transformers_door(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flexattn.integrations.transformers import attention_forward
+
+    module = torch.nn.Module()
+    module.is_causal = True
+    return attention_forward(module, *(t.transpose(1, 2) for t in (q, k, v)), None)[0]  # type: ignore[no-any-return]
+
+
+DOORS = [sdpa_door, flex_door, flash_door, flash_packed_door, xformers_door, module_door, transformers_door]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    "use", ["jvp of grad", "mean flow", *(pytest.param(use, marks=pytest.mark.slow) for use in ("jvp", "penalty"))]
+)
+def test_doors(door: Attend, use: str) -> None:
+    wanted = USES[use](plain)
+    for _ in range(2):
+        torch.testing.assert_close(USES[use](door), wanted, rtol=1e-9, atol=1e-9)
