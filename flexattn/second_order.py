@@ -193,7 +193,7 @@ class Backward(_WithRule):
         if flags == call.wanted[len(_DENSE) :]:
             found = ops.gradients(x, call.settings, ops.Incoming(out, lse, dout, dlse))
             dense = (t for t in (*found[:-1], *(found.dmod_tensors or ())) if t is not None)
-            return tuple(t.to(tensors[place].dtype) for t, place in zip(dense, call.places, strict=True))  # type: ignore[union-attr]
+            return tuple(t.to(tensors[place].dtype) for t, place in zip(dense, call.places, strict=True))
         every = second_order.gradients(call.spec_of(x), x, dout, dlse, call.wanted)
         return tuple(t for t in every if t is not None)
 

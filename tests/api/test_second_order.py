@@ -334,3 +334,35 @@ def test_doors(door: Attend, use: str) -> None:
     wanted = USES[use](plain)
     for _ in range(2):
         torch.testing.assert_close(USES[use](door), wanted, rtol=1e-9, atol=1e-9)
+
+
+def with_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+    return attention(q, k, v, score_mod=scaled_by(table), bias=bias)  # type: ignore[no-any-return]
+
+
+def with_table_plainly(q: Tensor, k: Tensor, v: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    s = torch.tanh(s) * table[:, None, :] + table[:, :, None] * s.square() + bias
+    return (s.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("use", ["jvp", "grad of jvp", "jvp of grad"])
+def test_captures_under_a_transform(use: str) -> None:
+    """No tensor requires a gradient outside of the transform, and the captures and the bias are tensors of it."""
+    x, along = (*QKV, randn(3, 5), randn(1, 3, 5, 5)), (*ALONG, randn(3, 5, seed=9), randn(1, 3, 5, 5, seed=9))
+
+    def run(attend: Callable[..., Tensor]) -> Any:
+        def tangent(*x: Tensor) -> Any:
+            return torch.func.jvp(attend, x, along)[1]
+
+        def gradient(*x: Tensor) -> Any:
+            return torch.func.grad(lambda table, bias: attend(*x[:3], table, bias).pow(3).sum(), (0, 1))(*x[3:])
+
+        if use == "jvp":
+            return torch.func.jvp(lambda table: attend(*x[:3], table, x[4]), x[3:4], along[3:4]), tangent(*x)
+        if use == "jvp of grad":
+            return torch.func.jvp(gradient, x, along)
+        return torch.func.grad(lambda *x: tangent(*x).square().sum(), (0, 1, 2, 3, 4))(*x)
+
+    torch.testing.assert_close(run(with_table), run(with_table_plainly), rtol=1e-9, atol=1e-9)
