@@ -366,3 +366,24 @@ def test_captures_under_a_transform(use: str) -> None:
         return torch.func.grad(lambda *x: tangent(*x).square().sum(), (0, 1, 2, 3, 4))(*x)
 
     torch.testing.assert_close(run(with_table), run(with_table_plainly), rtol=1e-9, atol=1e-9)
+
+
+def test_a_bias_of_a_transform_alone() -> None:
+    bias, along = randn(1, 3, 5, 5), randn(1, 3, 5, 5, seed=9)
+
+    def gradient(attend: Callable[..., Tensor]) -> Any:
+        def tangent(bias: Tensor) -> Any:
+            return torch.func.jvp(lambda b: attend(*QKV, torch.zeros(3, 5, dtype=F64), b), (bias,), (along,))[1].square().sum()
+
+        return torch.func.grad(tangent)(bias)
+
+    def with_bias(q: Tensor, k: Tensor, v: Tensor, _: Tensor, bias: Tensor) -> Tensor:
+        return attention(q, k, v, softmax_scale=0.0, bias=bias)  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(gradient(with_bias), gradient(with_table_plainly), rtol=1e-9, atol=1e-9)
+
+
+def test_no_backend_sees_dual_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager backend's operations would pass tangents on; kernels would lose them."""
+    monkeypatch.setattr(second_order, "tangent", lambda spec, x, along: (torch.zeros_like(x.q), x.q.new_zeros(2, 3, 5)))
+    assert not dual(ours).tangent.any()
