@@ -19,7 +19,7 @@ from flexattn import call_cache, first_order, fp8
 from flexattn.packed_tensors import unpack
 from tests.conftest import ROOT
 
-SENTENCE = "has no second derivative"
+SENTENCE = "have no second derivative"
 # Functions that need no guard of their own, and why.
 UNGUARDED = {
     "flexattn.first_order._Guard": "raises",
