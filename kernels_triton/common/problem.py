@@ -25,14 +25,13 @@ from flexattn.kernels_triton.common.arguments import (
     Scales,
     Scores,
 )
+from flexattn.kernels_triton.common.crossovers import SPLIT_MOST, SPLIT_PIECE
 from flexattn.kernels_triton.common.features import Features, with_features
 from flexattn.kernels_triton.common.tiles import (
     FEW,
     FORWARD,
     LATENT,
     SHORT,
-    SPLIT_MOST,
-    SPLIT_PIECE,
     Table,
     cdiv,
     row_of,

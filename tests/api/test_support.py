@@ -493,15 +493,6 @@ def read_tables(page: str) -> dict[str, list[tuple[str, ...]]]:
     return tables
 
 
-def kind(text: str) -> str:
-    """Returns a text in one line, without its numbers and dtypes."""
-    return re.sub(r"\bfloat\d+\b|\b\d+\b|\b(for|back)ward\b", "#", " ".join(text.split()))
-
-
 def test_the_page_says_what_the_tests_say() -> None:
     page = PAGE.read_text("utf-8")
     assert read_tables(page) == {heading: [cells(name, row) for name, row in rows.items()] for heading, rows in ROWS.items()}
-    rows = [row for section in ROWS.values() for row in section.values()]
-    cudnn = [reason for row in rows for direction in DIRECTIONS if (reason := refusal("cudnn", row, direction))]
-    for reason in (NO_FP64, NO_HEAD_DIM, *dict.fromkeys(cudnn)):
-        assert kind(reason) in kind(page), f"{PAGE.name} does not say why: {reason}"
