@@ -46,7 +46,7 @@ def sample_operands(
     if spec.bias_dims is not None:
         full = (batch, spec.num_heads, longest_q, longest_kv)
         bias = normal(*(size if spans else 1 for size, spans in zip(full, spec.bias_dims, strict=True)), dtype=spec.dtype)
-    sides: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_kv", "page_table", "out"))
+    sides: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_kv", "page_table", "kv_indices", "kv_index_counts", "out"))
     for end, fmt, lengths in (("q", spec.q_format, lengths_q), ("kv", spec.kv_format, lengths_kv)):
         sides[f"cu_seqlens_{end}"] = offsets(lengths) if spec.padding else None
         sides[f"cu_seqlens_{end}_padded"] = starts(fmt, lengths)
