@@ -820,4 +820,4 @@ def test_a_replay_is_made_on_the_recordings_device(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_tensors_of_operands_come_first() -> None:
-    assert Operands._fields[:15] == TENSOR_FIELDS
+    assert Operands._fields[:17] == TENSOR_FIELDS

@@ -370,7 +370,7 @@ def test_failures_are_bounded(monkeypatch):
     monkeypatch.setattr(selection, "_CAPACITY", 3)
     q = torch.randn(1, 4, 2, 8)
     for n in range(6):
-        x = Operands(q[:, : n + 1], q, q, *[None] * 12, n, 4, 1.0, 0.0, 0.0)
+        x = Operands(q[:, : n + 1], q, q, *[None] * 14, n, 4, 1.0, 0.0, 0.0)
         spec = SPEC._replace(num_heads=n)
         for known in (selection.failures_of(x), selection._by_request.get(("cudnn", spec, "forward"))):
             assert not known
