@@ -102,6 +102,8 @@ def _add_to_keys(sums, x0, x1, keys, query, COLUMN1: tl.constexpr, WIDTH1: tl.co
 def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
+    QK0: tl.constexpr = META.QK0
+    QK1: tl.constexpr = META.QK1
     inputs = args.inputs
     query = query_of_program(inputs, args.lists, KV_BLOCK, META)
     is_head = tl.arange(0, BLOCK_M) < query.num_heads
@@ -140,10 +142,10 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
         tl.store(args.statistics.p_scale_ptr + row, p_scale, mask=is_head)
     if dsink is not None:
         tl.store(dsink, -p_sink * p_scale * loss.delta, mask=is_head)
-    dq0 = tl.zeros([BLOCK_M, META.QK0], tl.float32)
+    dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     dq1 = dq0
-    if META.QK1 > 0:
-        dq1 = tl.zeros([BLOCK_M, META.QK1], tl.float32)
+    if QK1 > 0:
+        dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
     for first in tl.range(0, query.num_entries, BLOCK_N):
         keys = load_keys(query, q0, q1, k_base, first, args.lists, inputs, KV_BLOCK, META)
         v0, v1 = load_values(query, keys, v_base, inputs, META)
@@ -280,6 +282,10 @@ def _add_queries(sums, key, place, end, first_head, args, head: Head, h_kv, HEAD
 @kernel
 def _sparse_bwd_dkdv_kernel(args: DkdvArguments, HEADS: tl.constexpr, META: tl.constexpr):
     # One key of one key head: a fixed order of sums, without atomics. HEADS: heads of an iteration, a power of two
+    QK0: tl.constexpr = META.QK0
+    QK1: tl.constexpr = META.QK1
+    V0: tl.constexpr = META.V0
+    V1: tl.constexpr = META.V1
     inputs = args.inputs
     tokens_kv = inputs.lengths_kv.num_tokens
     heads_kv = inputs.num_heads // inputs.group_size
@@ -303,12 +309,12 @@ def _sparse_bwd_dkdv_kernel(args: DkdvArguments, HEADS: tl.constexpr, META: tl.c
     v0, v1 = _rows_at(inputs.v, v_offsets, is_key, META.V0, META.V1, META.HEAD_DIM_V)
     key = _KeyRow(k0=k0, k1=k1, v0=v0, v1=v1)
     head = head_of(inputs.scores, b, h_kv, tokens_kv, tokens_kv, 0, None, META)
-    dk0, dv0 = tl.zeros([META.QK0], tl.float32), tl.zeros([META.V0], tl.float32)
+    dk0, dv0 = tl.zeros([QK0], tl.float32), tl.zeros([V0], tl.float32)
     dk1, dv1 = dk0, dv0
-    if META.QK1 > 0:
-        dk1 = tl.zeros([META.QK1], tl.float32)
-    if META.V1 > 0:
-        dv1 = tl.zeros([META.V1], tl.float32)
+    if QK1 > 0:
+        dk1 = tl.zeros([QK1], tl.float32)
+    if V1 > 0:
+        dv1 = tl.zeros([V1], tl.float32)
     for entry in range(first_of_head + begin, first_of_head + end, META.BLOCK_M // HEADS):
         for first_head in range(0, inputs.group_size, HEADS):
             sums = _KeyRow(k0=dk0, k1=dk1, v0=dv0, v1=dv1)

@@ -114,12 +114,13 @@ def load_entries(lists: KeyLists, query: Query, inputs: Inputs, first, KV_BLOCK:
 @triton.jit
 def key_offsets(x, inputs: Inputs, b, j, META: tl.constexpr):
     # Returns the offsets of the rows of keys j from the first key of the sequence, or of the pool of pages.
-    if inputs.pages.table_ptr is None:
-        return j.to(tl.int64) * x.stride_s * META.ALIGN
-    pages = inputs.pages
-    page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + j // pages.page_size)
-    page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64)
-    return (page * x.stride_b + (j % pages.page_size).to(tl.int64) * x.stride_s) * META.ALIGN
+    offsets = j.to(tl.int64) * x.stride_s
+    if inputs.pages.table_ptr is not None:
+        pages = inputs.pages
+        page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + j // pages.page_size)
+        page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64)
+        offsets = page * x.stride_b + (j % pages.page_size).to(tl.int64) * x.stride_s
+    return offsets * META.ALIGN
 
 
 @triton.jit
@@ -203,21 +204,22 @@ def clear_padding(
     x, lse_ptr, query: Query, inputs: Inputs, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr
 ):
     # Writes 0 into the rows of x, out or dq, and -inf into their lse, if no query has them and this program is responsible.
+    BLOCK_M: tl.constexpr = META.BLOCK_M
     lengths = inputs.lengths_q
     is_last = query.i == lengths.max_seqlen - 1
     padding = padding_rows(lengths, query.b, query.start_q, query.len_q, query.i, is_last, 1, META.IS_RAGGED_Q)
-    zeros0 = tl.zeros([META.BLOCK_M, WIDTH0], tl.float32)
+    zeros0 = tl.zeros([BLOCK_M, WIDTH0], tl.float32)
     zeros1 = zeros0
     if WIDTH1 > 0:
-        zeros1 = tl.zeros([META.BLOCK_M, WIDTH1], tl.float32)
+        zeros1 = tl.zeros([BLOCK_M, WIDTH1], tl.float32)
     for side in tl.static_range(2 if META.IS_RAGGED_Q else 1):
         begin, end = (padding.begin, padding.end) if side == 0 else (padding.front_begin, padding.front)
         for row in range(begin, end):
             store_heads(x, zeros0, zeros1, row, query, WIDTH0, WIDTH1, HEAD_DIM, META)
             if lse_ptr is not None:
                 rows = rows_of_heads(query, inputs, META) + (row - query.i)
-                is_head = tl.arange(0, META.BLOCK_M) < query.num_heads
-                tl.store(lse_ptr + rows, tl.full([META.BLOCK_M], float("-inf"), tl.float32), mask=is_head)
+                is_head = tl.arange(0, BLOCK_M) < query.num_heads
+                tl.store(lse_ptr + rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_head)
 
 
 @triton.jit
