@@ -185,9 +185,9 @@ def masked_logits(
             block = block._replace(bias=bias.gather(-1, j.expand(-1, spec.num_heads, -1, -1)))
     diagonal = i + sequences.shift(spec.band)
 
-    logits = torch.einsum(
-        f"bngid,{_KEYS[lists is not None]}->bngij", _grouped(spec, block.q * x.softmax_scale), block.k
-    ).flatten(1, 2)
+    logits = torch.einsum(f"bngid,{_KEYS[lists is not None]}->bngij", _grouped(spec, block.q * x.softmax_scale), block.k).flatten(
+        1, 2
+    )
     if rounds and spec.fp8 is not None:
         logits = round_gradient(logits, spec.fp8.grad_dtype)
     if spec.bias_type == "pre_scale_bias":

@@ -295,7 +295,7 @@ class ReturnOptions(TypedDict, total=False):
     return_max_logit: bool
 
 
-class Options(ListOptions["Tensor"], ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], total=False):
+class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], ListOptions["Tensor"], total=False):
     """Tensors of PyTorch.
 
     These are the arguments that do not decide the type of the result.

@@ -48,7 +48,7 @@ def check_lists(q: Tensor, q_format: str, heads_kv: int, arguments: Arguments) -
 def _check_counts(counts: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(counts.shape) != shape:
         raise ValueError(
-            f"kv_index_counts has shape {tuple(counts.shape)}; accepted: {list(shape)}, the shape of kv_indices without its last dim"
+            f"kv_index_counts has shape {tuple(counts.shape)}; accepted: {list(shape)}, kv_indices' shape without the last dim"
         )
 
 

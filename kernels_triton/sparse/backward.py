@@ -39,6 +39,8 @@ from flexattn.kernels_triton.sparse.lists import (
     store_heads,
 )
 
+_WIDE = 512  # from these head dims on, of q and v together, 32 rows of both would not fit in registers
+
 
 class RowStatistics(NamedTuple):
     """Numbers of each query and head, fp32 with lse's indices, from the kernel of dq for that of dk and dv."""
@@ -85,7 +87,9 @@ def _load_loss(args: DqArguments, query, META: tl.constexpr):
 
 
 @triton.jit
-def _add_to_keys(sums, x0, x1, keys, query, COLUMN1: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr):
+def _add_to_keys(
+    sums, x0, x1, keys, query, COLUMN1: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr
+):
     # Adds rows of gradients [BLOCK_N, columns] to those of the keys.
     base = row_pointer(sums, query.b, query.h_kv, query.start_kv, META)
     offsets = keys.j.to(tl.int64) * sums.stride_s * META.ALIGN
@@ -367,6 +371,8 @@ def sparse_backward(call: Backward, tile: Tile) -> None:
 def _repeatable_key_gradients(call: Backward, tile: Tile, statistics: RowStatistics) -> None:
     x = call.problem
     order, starts = _by_key(x, tile)
+    if x.head_dims > _WIDE:
+        tile = tile._replace(block_m=16)
     meta: Meta = x.meta(tile, (call.dout, call.dk, call.dv))
     args = DkdvArguments(
         inputs=x.inputs(meta),
@@ -379,7 +385,7 @@ def _repeatable_key_gradients(call: Backward, tile: Tile, statistics: RowStatist
         list_heads=order.shape[0],
         entries=_entries(x),
     )
-    heads = min(slots_of_heads(x.group_size), tile.block_m)
+    heads = min(slots_of_heads(x.group_size), meta.BLOCK_M)
     launch(_sparse_bwd_dkdv_kernel, x.num_keys * x.num_heads_kv, x.device, tile, (args, heads, meta))
 
 

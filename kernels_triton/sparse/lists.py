@@ -30,9 +30,7 @@ class KeyLists(NamedTuple):
 def key_lists(problem: Problem) -> KeyLists:
     indices = problem.kv_indices
     assert isinstance(indices, Tensor)
-    return KeyLists(
-        indices_ptr=indices, counts_ptr=problem.kv_index_counts, heads=indices.shape[-2], length=indices.shape[-1]
-    )
+    return KeyLists(indices_ptr=indices, counts_ptr=problem.kv_index_counts, heads=indices.shape[-2], length=indices.shape[-1])
 
 
 def programs_of(problem: Problem, block_m: int) -> int:

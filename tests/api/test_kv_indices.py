@@ -133,9 +133,7 @@ def test_lists_of_blocks_are_the_dense_call_with_their_mask(fmt: str, has_mod: b
     if fmt == "thd":
         given, packing = [t.flatten(0, 1) for t in leaves], flexattn.packed([length, length])
     mods: dict[str, Any] = {"mask_mod": lambda b, h, i, j: (i + j + h) % 3 != b} if has_mod else {}
-    out = attention(
-        *given, causal=True, kv_indices=indices, kv_index_counts=counts, kv_block_size=size, **packing, **mods
-    )
+    out = attention(*given, causal=True, kv_indices=indices, kv_index_counts=counts, kv_block_size=size, **packing, **mods)
     seen = mask & mods["mask_mod"](*torch.meshgrid(*map(torch.arange, mask.shape), indexing="ij")) if has_mod else mask
     assert_equal_with_gradients(out, attention(*leaves, causal=True, mask=seen).view(out.shape), leaves)
 
@@ -244,7 +242,9 @@ def test_other_calls_refuse_lists_by_name() -> None:
     q, k, v = tensors(2, 16, 16, dtype=torch.float32)
     indices = torch.zeros(2, 16, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match="block_mask is given with kv_indices"):
-        attention(q, k, v, kv_indices=indices, block_mask=flexattn.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 16, 16, "cpu"))
+        attention(
+            q, k, v, kv_indices=indices, block_mask=flexattn.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 16, 16, "cpu")
+        )
     nested = [torch.nested.nested_tensor(list(t.detach()), layout=torch.jagged) for t in (q, k, v)]
     with pytest.raises(ValueError, match="kv_indices is given and q, k and v are nested"):
         attention(*nested, kv_indices=indices)

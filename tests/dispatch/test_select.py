@@ -684,6 +684,8 @@ fields = {
     "kv_dtype": st.none() | st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
     "page_size": st.sampled_from([0, 1, 16, 48, 256]),
     "has_origin": st.booleans(),
+    "kv_lists": st.sampled_from([0, 0, 1, 3]),
+    "kv_block": st.sampled_from([1, 64]),
 }
 specs = st.fixed_dictionaries(fields).map(
     lambda given: AttentionSpec(**given | ({} if given["fp8"] is None else {"dtype": torch.float8_e4m3fn}))

@@ -54,9 +54,10 @@ def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = 
         given["softmax_offset"] = torch.linspace(-1, 2, heads).requires_grad_()
     if "blocks" in case:
         given["kv_block_size"] = (1, 4)
-    q, k, v = (rand(*lead, n, dim, dtype=dtype, seed=n + dim) for lead, n, dim in zip(
-        (tokens, keys, keys), (heads, heads_kv, heads_kv), (dims[0], *dims), strict=True
-    ))
+    q, k, v = (
+        rand(*lead, n, dim, dtype=dtype, seed=n + dim)
+        for lead, n, dim in zip((tokens, keys, keys), (heads, heads_kv, heads_kv), (dims[0], *dims), strict=True)
+    )
     if "latent" in case:
         v = k[..., : dims[1]]
     indices, counts = draw_lists(tokens, lists, skv // 4 if "blocks" in case else skv, ENTRIES, repeats=True)
@@ -64,6 +65,7 @@ def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = 
     return given | ({"kv_index_counts": counts} if "counts" in case else {})
 
 
+SPILLS = 0
 CASES = [
     "plain, one list, counts",
     "causal, counts, softcap, sink",
@@ -215,7 +217,7 @@ def compile_gates(gates: list[tuple[int, tuple[int, int], str]], dtype: torch.dt
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[name[0]], f"{name}: {report.shared_bytes}"
         if "entries" not in name[2] and "dkdv" not in name[2]:
             assert report.matrix_instructions, name
-        print(name, report.registers, report.spill_instructions, report.shared_bytes)  # TEMP
+        assert report.spill_instructions <= SPILLS, f"{name}: {report.spill_instructions}"
 
 
 def test_kernels_compile_for_sm_90() -> None:
