@@ -164,6 +164,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return "a window that ends before its diagonal is untested on cuDNN; use backend='triton'"
     if spec.softcap:
         return "cuDNN's graphs have no softcap; use backend='triton'"
+    if spec.kv_lists:
+        return "cuDNN's graphs have no lists of keys (kv_indices); use backend='triton' or 'eager'"
     if spec.block_size is not None:
         return "cuDNN has no block masks; pass the mask as a mask_mod only, or use backend='triton'"
     if spec.length_kv == 1:

@@ -148,12 +148,16 @@ def blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Se
         len_q, len_kv = len(sequences.q), len(sequences.kv)
         width = len_kv if left is None or right is None else max(0, min(len_kv, left + right + BAND_ROWS))
         row_bytes = max(1, spec.num_heads * width * itemsize)
+        if x.kv_indices is not None:  # the gathered keys and values of a row, beside its scores.
+            for_a_key = spec.num_heads + spec.num_heads_kv * (spec.head_dim_qk + spec.head_dim_v)
+            row_bytes = max(1, x.kv_indices.shape[-1] * spec.kv_block * for_a_key * itemsize)
         together = max(1, SCORE_BYTES // max(1, row_bytes * len_q))
         row_step = max(1, SCORE_BYTES // row_bytes)
         row_step = min(row_step, BAND_ROWS) if banded else row_step
         for batch in _chunks(sequences.batch, together):
             for rows in _chunks(range(len_q), row_step):
-                yield sequences._replace(batch=batch), rows, _visible_keys(spec.band, sequences, rows)
+                keys = range(len_kv) if spec.kv_lists else _visible_keys(spec.band, sequences, rows)
+                yield sequences._replace(batch=batch), rows, keys
 
 
 def _visible_keys(band: Band, sequences: Sequences, rows: range) -> range:

@@ -42,9 +42,10 @@ def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[
     if any(packed[name] is not None for name in Fp8Options.__annotations__):
         raise ValueError("q, k and v are nested and the call is in FP8; accepted: their values() as thd, with their offsets()")
     fmt = arguments["qkv_format"]
-    given = [name for name in (*_LENGTHS, "out") if packed[name] is not None]
+    given = [name for name in (*_LENGTHS, "out", "kv_indices") if packed[name] is not None]
     if given:
-        why = "a nested result is a new tensor" if given[0] == "out" else "nested tensors say their own lengths"
+        whys = {"out": "a nested result is a new tensor", "kv_indices": "lists of keys need the values() of q, k and v as thd"}
+        why = whys.get(given[0], "nested tensors say their own lengths")
         raise ValueError(f"{given[0]} is given and q, k and v are nested; accepted: None, as {why}")
     for name, x in zip("qkv", qkv, strict=True):
         if fmt not in _JAGGED_DIM or x.dim() != 4 or x._ragged_idx != _JAGGED_DIM[fmt]:

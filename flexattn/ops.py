@@ -31,6 +31,7 @@ from flexattn.dispatch.spec import (
     Results,
     batch_of,
     empty_outputs,
+    lists_of_a_query,
     parse_format,
     with_classes,
 )
@@ -79,6 +80,7 @@ class Settings(NamedTuple):
     batch_invariant: bool = False
     fp32_gradients: str = "none"  # this and the next field: see `Results`
     fp32_out: bool = False
+    kv_block: int = 1  # keys of a block that an entry of kv_indices names
 
 
 _operators = torch.ops.flexattn
@@ -192,6 +194,8 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
         has_origin=x.rng_state is not None and x.rng_state.dim() == 2,
         bias_is_shared=x.bias is not None and x.bias.shape[0] != 1 and x.bias.shape[0] != batch_of(q_format, x),
+        kv_lists=0 if x.kv_indices is None else lists_of_a_query(x.kv_indices, q_format),
+        kv_block=settings.kv_block,
     )
 
 

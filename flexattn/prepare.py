@@ -106,6 +106,11 @@ def prepare(
     needs_grad = is_backward or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None))
     if _has_transforms() or _level() >= 0:
         needs_grad = needs_grad or ops.is_differentiated(tensors)
+    kv_block = 1
+    if arguments["kv_indices"] is not None or arguments["kv_index_counts"] is not None:
+        from flexattn.key_lists import check_lists  # here, because calls without lists of keys should not wait for its import
+
+        kv_block = check_lists(q, q_format, sizes.heads_kv, arguments)
     mods = _prepared_mods(q, sizes, band, arguments, needs_grad, can_check_floor)
     needs_grad, traced = mods.needs_grad, mods.traced
     if results.fp32_out and needs_grad:
@@ -195,6 +200,7 @@ def prepare(
         fp32_gradients=results.fp32,
         fp32_out=results.fp32_out,
         batch_invariant=not is_backward and (arguments["batch_invariant"] or options.batch_invariant()),
+        kv_block=kv_block,
         **fp8_settings,
     )
     return Prepared(x, settings, config)

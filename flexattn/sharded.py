@@ -41,6 +41,8 @@ def attend_sharded(
     arguments: dict[str, Any] = {**options}
     if any(arguments[name] is not None for name in Fp8Options.__annotations__):
         raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
+    if arguments["kv_indices"] is not None:
+        raise ValueError("kv_indices is given and q, k or v is a DTensor; accepted: local tensors, with lists of their own")
     if arguments["out"] is not None:
         raise ValueError("out is given and q, k or v is a DTensor. Leave out out, or pass local tensors.")
     mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn import ops, validation
 from flexattn.call_cache import state_around
-from flexattn.call_options import ALIASES, DEFAULTS, ArrayOptions, taking
+from flexattn.call_options import ALIASES, DEFAULTS, ArrayOptions, ListOptions, taking
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.select import Decision, unsupported
@@ -44,7 +44,8 @@ _ARRAYS = (
 )
 _SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # fields of DelayedScaling
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
-NOT_TAKEN = ("mask", "out")  # a mask is an array that a mask_mod reads, and no array is written to
+# A mask is an array that a mask_mod reads, no array is written to, and lists of keys are not there yet.
+NOT_TAKEN = ("mask", "out", *ListOptions.__annotations__)
 _TYPES = {"Array": "jax.Array", "Blocks": "BlockMask", "State": "jax_fp8.DelayedScaling"}
 
 
