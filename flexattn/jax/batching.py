@@ -1,7 +1,7 @@
 """vmap of a call: the mapped axis joins the batch of a single call, or if the semantics forbid that, a loop runs.
 
 A loop (`jax.lax.map`) runs if results depend on the whole call or on the batch index: with dropout, max_logit, FP8, caches,
-softmax_offset or captures with gradients, mapped captures or offsets, and mods that read b.
+softmax_offset or captures with gradients, mapped captures or offsets, mods that read b, and an axis of size 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fold_forward(primitive: Primitive) -> Callable[..., Batched]:
     """Returns the batching rule of the forward."""
 
     def rule(arrays: Sequence[jax.Array], dims: Sequence[int | None], *, call: Call) -> Batched:
-        if _needs_loop(call, dims, is_backward=False):
+        if _mapped_size(arrays, dims) == 0 or _needs_loop(call, dims, is_backward=False):
             return loop(primitive, arrays, dims, call)
         n, operands, folded, _ = _fold(call, arrays, dims)
         out, lse, max_logit = primitive.bind(*operands, call=folded)
@@ -42,7 +42,7 @@ def fold_backward(primitive: Primitive) -> Callable[..., Batched]:
     """Returns the batching rule of the backward."""
 
     def rule(arrays: Sequence[jax.Array], dims: Sequence[int | None], *, call: Call) -> Batched:
-        if _needs_loop(call, dims, is_backward=True):
+        if _mapped_size(arrays, dims) == 0 or _needs_loop(call, dims, is_backward=True):
             return loop(primitive, arrays, dims, call)
         count = call.num_operands
         n, operands, folded, batch = _fold(call, arrays[:count], dims[:count], _mapped_size(arrays, dims))
@@ -149,7 +149,7 @@ def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: i
 
 
 def _join_descale(x: jax.Array, dim: int | None, n: int, batch: int, kv_format: str) -> jax.Array:
-    """Returns the factors of n calls: [b | 1, h | 1, blocks | 1], or for each token and head, in the dims of k and 1 for the last."""
+    """Returns the factors of n calls: [b | 1, h | 1, blocks | 1], or one for each token, in k's dims with 1 for the last."""
     is_by_token = x.ndim - (dim is not None) == 4
     if dim is None and x.shape[0] == 1 and not is_by_token:
         return x

@@ -131,7 +131,9 @@ DESCALES: dict[str, tuple[int, ...]] = {
 
 
 @pytest.mark.parametrize("name", list(DESCALES))
-@pytest.mark.parametrize("mapped", ["q", "k, v", "descales", "k, descale_k"])
+@pytest.mark.parametrize(
+    "mapped", ["q", *(pytest.param(names, marks=pytest.mark.slow) for names in ("k, v", "descales")), "k, descale_k"]
+)
 def test_keys_in_fp8(name: str, mapped: str) -> None:
     shapes = {"q": (2, 9, 4, 16), "k": (2, 11, 2, 16), "v": (2, 11, 2, 8), "descale_k": DESCALES[name], "descale_v": DESCALES[name]}
     names = mapped.replace("descales", "descale_k, descale_v").split(", ")
@@ -144,3 +146,9 @@ def test_keys_in_fp8(name: str, mapped: str) -> None:
     for n in range(N):
         expected = fj.attention(**{key: x[n] if key in names else x for key, x in arrays.items()})
         assert jnp.allclose(found[n], expected, atol=1e-6)
+
+
+def test_an_axis_of_size_0() -> None:
+    q, k = jnp.zeros((0, 2, 9, 4, 16)), normal(0, 2, 9, 4, 16)
+    gradient = jax.vmap(jax.grad(lambda q, k: fj.attention(q, k, k).sum(), (0, 1)), (0, None))
+    assert [x.shape for x in gradient(q, k)] == [(0, 2, 9, 4, 16)] * 2
