@@ -200,11 +200,11 @@ def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
 
     call: dict[str, Any] = {**lengths, **kind, **layout}
     fp8_call: dict[str, Any] = {**call, "fused_attention_backend": FusedAttnBackend.FP8}
-    formats = {"do_format": "bshd", "dqkv_layout": "bs3hd"}
+    formats: dict[str, Any] = {"do_format": "bshd", "dqkv_layout": "bs3hd"}
     quantize = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
     in_fp8: dict[str, Any] = {name: quantize(t) for name, t in zip("qkv", tensors, strict=True)}
     with attention_backend("triton"):
-        out, aux = fused_attn_fwd(True, **dict(zip("qkv", tensors, strict=True)), **call)
+        out, aux = fused_attn_fwd(True, q=tensors[0], k=tensors[1], v=tensors[2], **call)
         fp8_out, fp8_aux = fused_attn_fwd(True, **in_fp8, **fp8_call)
     dout = torch.randn_like(out)
 
