@@ -26,7 +26,7 @@ from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
 from flexattn.jax import fp8 as jax_fp8
 from flexattn.jax.block_mask import BlockMask
-from flexattn.jax.call import SCALED, Call, flat, meta_tensor, shape_of_words
+from flexattn.jax.call import SCALED, Call, cumulative, flat, meta_tensor, shape_of_words
 from flexattn.jax.primitives import alike, backward_p, bind, forward_p
 from flexattn.prepare import default_alibi_slopes, prepare
 from flexattn.shorthands import in_full
@@ -454,7 +454,7 @@ class _Lengths(NamedTuple):
         """Returns the operand, int32 [batch + 1]."""
         slots = jnp.full(self.batch, self.tokens, jnp.int32) if self.slots is None else jnp.diff(arrays[self.slots])
         lengths = slots if self.used is None else jnp.clip(arrays[self.used], 0, slots)
-        return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+        return cumulative(lengths)
 
 
 _Source = _Same | _Lengths
