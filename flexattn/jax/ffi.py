@@ -23,7 +23,7 @@ Platform = Literal["cpu", "cuda"]
 Run = Callable[[bytes, list[Tensor]], Sequence[Tensor]]
 
 
-def _struct(**fields: Any) -> Any:
+def _struct(**fields: object) -> Any:
     """Returns a C struct. Its fields have the names and order of c_api.h; unused fields are untyped pointers."""
     return type("Struct", (c.Structure,), {"_fields_": [*fields.items()]})
 

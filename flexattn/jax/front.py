@@ -150,7 +150,7 @@ class _Kept(NamedTuple):
     run: Callable[[Sequence[Any]], tuple[Any, ...]]
 
     @classmethod
-    def of(cls, given: _Given, arguments: Mapping[str, Any], names: tuple[str, str]) -> _Kept | None:
+    def of(cls, given: _Given, arguments: Mapping[str, object], names: tuple[str, str]) -> _Kept | None:
         """Returns a call to keep; None if one of its arrays is not an argument, such as default slopes or the words of a key."""
         sources = []
         for name, array in zip(given.names, given.arrays, strict=False):
@@ -238,7 +238,7 @@ class _Given(NamedTuple):
         dense = (0, 0) if fmt == "thd" else (int(tensor.shape[fmt.index("b")]), int(tensor.shape[fmt.index("s")]))
         return _Lengths(used, cu, *dense)
 
-    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, Any]) -> dict[int, Any]:
+    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, object]) -> dict[int, Any]:
         """Returns the gradients of a state's histories, by the arrays' indices; amaxes: this call's, by the tensors' names."""
         found = {}
         for name, history in zip(SCALED, _HISTORIES, strict=True):
@@ -288,7 +288,7 @@ class _Given(NamedTuple):
         return x, settings, config, places
 
 
-def _given(given: Mapping[str, Any]) -> _Given:
+def _given(given: Mapping[str, object]) -> _Given:
     """Returns a call's arrays, in a fixed order, apart from its static arguments."""
     unknown = sorted(given.keys() - (DEFAULTS.keys() - {*NOT_TAKEN}) - {"q", "k", "v"})
     if unknown:

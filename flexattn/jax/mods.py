@@ -160,7 +160,7 @@ class _Writer:
             return f"{value.name}[{text}]" if text else value.name
         return f"torch.full((), {value.text}, dtype={value.dtype})" if value.is_number else value.text
 
-    def run(self, jaxpr: Any, consts: Sequence[jax.Array], arguments: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Any, consts: Sequence[jax.Array], arguments: Sequence[object]) -> list[Any]:
         """Writes a jaxpr's equations and returns its results. arguments: values, or names of the function's own arguments."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         producers = {out: e for e in jaxpr.eqns for out in e.outvars}

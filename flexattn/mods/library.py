@@ -205,14 +205,14 @@ def _natten_2d(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, height: int,
 
 
 def _both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, mask_mods: tuple[Mod, ...]) -> Tensor:
-    visible = mask_mods[0](b, h, q_idx, kv_idx)
+    visible: Tensor = mask_mods[0](b, h, q_idx, kv_idx)
     for mask_mod in mask_mods[1:]:
         visible = visible & mask_mod(b, h, q_idx, kv_idx)
     return visible
 
 
 def _either(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, mask_mods: tuple[Mod, ...]) -> Tensor:
-    visible = mask_mods[0](b, h, q_idx, kv_idx)
+    visible: Tensor = mask_mods[0](b, h, q_idx, kv_idx)
     for mask_mod in mask_mods[1:]:
         visible = visible | mask_mod(b, h, q_idx, kv_idx)
     return visible

@@ -296,5 +296,5 @@ def flash_attn_combine(
     return (combined if out is None else out.copy_(combined)), lse
 
 
-def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+def get_scheduler_metadata(*_: object, **__: object) -> None:
     """Returns None, which `flash_attn_with_kvcache` accepts as scheduler_metadata, because calls need no plan in advance."""

@@ -49,7 +49,7 @@ def refuse(name: str, value: object, instead: str) -> None:
         raise NotImplementedError(f"{name} is not supported (got {type(value).__name__}); accepted: None; {instead}")
 
 
-def with_options_of(other: Callable[..., Any]) -> Callable[[F], F]:
+def with_options_of(other: Callable[..., object]) -> Callable[[F], F]:
     """Decorates a function that passes *options on to another, so that its signature shows the other's optional parameters."""
     options = [x for x in inspect.signature(other).parameters.values() if x.default is not x.empty]
 
