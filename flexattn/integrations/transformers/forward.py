@@ -35,7 +35,7 @@ def attention_forward(
     max_length_k: int | Tensor | None = None,
     deterministic: bool | None = None,
     output_attentions: bool | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a transformers model, for its AttentionInterface.
 
@@ -223,7 +223,7 @@ def _separate(packed: tuple[Packed, Packed], mask_mod: MaskFunction | None, quer
         for x, p in zip((query, key), packed, strict=True)
     )
 
-    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         is_same_sequence = sequence_q[b, q_idx] == sequence_k[b, kv_idx]
         return is_same_sequence if mask_mod is None else is_same_sequence & mask_mod(b, h, q_idx, kv_idx)
 
