@@ -77,10 +77,11 @@ def triangle_attention(
         _check("kv_lengths", kv_lengths, (*lead, 1, 1, 1), "[B, N, 1, 1, 1]")
         if kv_lengths.dtype != torch.int32:
             raise TypeError(f"kv_lengths has dtype {kv_lengths.dtype}; accepted: torch.int32. Convert it with kv_lengths.int().")
-        call |= {"attn_mask_type": "padding", "seqused_kv": kv_lengths.flatten().clamp(0, keys)}
+        call |= {"attn_mask_type": "padding", "seqused_kv": kv_lengths.flatten().contiguous()}
     rows = [x.flatten(0, 1) for x in (q, k, v)]
     if not return_aux:
-        return attention(*rows, qkv_format="bhsd", **call).unflatten(0, lead)
+        only_out: Tensor = attention(*rows, qkv_format="bhsd", **call).unflatten(0, lead)
+        return only_out
     from flexattn.integrations.flex_maxima import row_maxima  # a late import: few calls need it
 
     out, lse = attention(*rows, qkv_format="bhsd", return_lse=True, **call)
