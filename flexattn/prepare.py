@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import lengths, ops, validation
+from flexattn import compat, lengths, ops, validation
 from flexattn.call_options import NO_TENSORS, TENSOR_OPTIONS
 from flexattn.dispatch import options
 from flexattn.dispatch.neutral import fixed_sizes, keep
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from flexattn.call_options import Arguments
     from flexattn.mods.dynamo import Recorded
     from flexattn.mods.trace import Mod, Traced
+
+
+_has_transforms, _level = compat.has_transforms, compat.forward_mode_level  # looked up once, as in `dispatch.neutral`
 
 
 class Prepared(NamedTuple):
@@ -101,6 +104,8 @@ def prepare(
     bias, out = arguments["bias"], arguments["out"]
     tensors = (q, k, v, bias, arguments["softmax_offset"])
     needs_grad = is_backward or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None))
+    if _has_transforms() or _level() >= 0:
+        needs_grad = needs_grad or ops.is_differentiated(tensors)
     kv_block = 1
     if arguments["kv_indices"] is not None or arguments["kv_index_counts"] is not None:
         from flexattn.key_lists import check_lists  # here, because calls without lists of keys should not wait for its import

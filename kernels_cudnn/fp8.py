@@ -1,9 +1,8 @@
 """Launchers of attention in FP8 on cuDNN, with scales per tensor.
 
 On sm_90 cuDNN writes out, dq, dk and dv in FP8 only, so it needs the scale of each before it runs. The scale of out follows from v,
-because each element of out is a mean of elements of v. The scales of the gradients come with the call (delayed scaling), or from
-the maxima that a first run writes (current scaling). If the call needs fp16, bf16 or fp32, the FP8 result is converted and keeps
-its precision.
+because each element of out is a mean of elements of v. The scales of the gradients come from the maxima that a first run writes.
+The FP8 results are converted to fp16, bf16 or fp32, and keep their precision.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from flexattn.kernels_cudnn.fp8_rules import Fp8Call, fp8_error
 from flexattn.kernels_cudnn.graphs import ALIGNMENT, Uid
 from flexattn.kernels_cudnn.lengths import constant
 from flexattn.kernels_cudnn.plans import PLANS, PlanNotSupported
-from flexattn.kernels_cudnn.problem import FP8_DTYPES, Problem
+from flexattn.kernels_cudnn.problem import Problem
 
 LARGEST_SCALE = 2.0**120  # with this limit, neither a scale nor its inverse is infinite or denormal.
 WEIGHTS_SCALE = 256.0  # weights are at most 1, and e4m3 ends at 448. 256 uses that range and is exact.
@@ -37,44 +36,14 @@ class Descales(NamedTuple):
 class Incoming(NamedTuple):
     """Tensors that the backward reads in addition to q, k and v: the forward's results and the gradient of out."""
 
-    out: Tensor  # FP8 with a descale_out, else fp16 or bf16.
-    descale_out: Tensor | None  # fp32 [1].
+    out: Tensor  # fp16 or bf16.
     lse: Tensor
     dout: Tensor  # FP8.
     descale_dout: Tensor  # fp32 [1].
 
 
-class GradientScales(NamedTuple):
-    """Factors that quantise the gradients of the scores, q, k and v. Each is fp32 [1]."""
-
-    ds: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-class Quantized(NamedTuple):
-    """Descale and amax of a tensor that a launcher wrote. Each is fp32 [1]."""
-
-    descale: Tensor  # the factor of an FP8 result. If the result has another dtype, it is already multiplied by the factor.
-    amax: Tensor  # the largest magnitude before quantisation.
-
-
-class GradientsQuantized(NamedTuple):
-    ds: Quantized
-    dq: Quantized
-    dk: Quantized
-    dv: Quantized
-
-
-def fp8_forward(
-    problem: Problem, descales: Descales, out: Tensor, lse: Tensor, scale_out: Tensor | None = None, directory: str | None = None
-) -> Quantized:
+def fp8_forward(problem: Problem, descales: Descales, out: Tensor, lse: Tensor, directory: str | None = None) -> None:
     """Writes out and lse as `attention_forward` does, from q, k and v in FP8.
-
-    out: a tensor in FP8, or in another dtype, to which the FP8 result is converted.
-    scale_out: fp32 [1], the factor of out before it is quantised. If None, it scales the largest magnitude in v to the end of the
-        range.
 
     Raises PlanNotSupported if cuDNN does not support the problem. Nothing is written then.
     """
@@ -82,75 +51,51 @@ def fp8_forward(
     device = out.device
     if problem.is_empty:
         write_empty(problem, out, lse, None)
-        return _unit(device)
-    written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
+        return
+    written = torch.empty_like(out, dtype=problem.q.dtype)
     numbers = _numbers_of_weights(problem, descales)
     numbers[Uid.AMAX_OUT] = _empty(device)
     call = forward_call(problem, written, lse, None, numbers)
-    if scale_out is None:
-        scale_out = _scale_for(_amax(call.buffers[Uid.V], numbers[Uid.DESCALE_V]), written.dtype)
-    call.buffers[Uid.SCALE_OUT] = _aligned(scale_out)
+    scale = call.buffers[Uid.SCALE_OUT] = _scale_for(_amax(call.buffers[Uid.V], numbers[Uid.DESCALE_V]), written.dtype)
     execute(PLANS.get(call.sdpa, device, directory), call.buffers, device)
     call.finish()
-    descale_out = scale_out.reciprocal()
-    if written is not out:
-        _convert(written, descale_out, out)
-    return Quantized(descale_out, numbers[Uid.AMAX_OUT])
+    _convert(written, scale.reciprocal(), out)
 
 
 def fp8_backward(
-    problem: Problem,
-    descales: Descales,
-    incoming: Incoming,
-    gradients: Written,
-    scales: GradientScales | None = None,
-    directory: str | None = None,
-) -> GradientsQuantized:
+    problem: Problem, descales: Descales, incoming: Incoming, gradients: Written, directory: str | None = None
+) -> None:
     """Writes dq, dk and dv, from q, k, v and dout in FP8.
 
-    The forward's results may come from any kernel. cuDNN computes the gradients in the dtype of `dout`. They are returned in FP8,
-    or converted to the dtype of `gradients`. Without `scales` the plan runs twice, or three times if `dout` is e4m3. Each run
-    learns scales from the maxima of the run before.
+    The forward's results may come from any kernel. cuDNN computes the gradients in the dtype of `dout`. The plan runs twice, or
+    three times if `dout` is e4m3. Each run learns scales from the maxima of the run before.
 
     Raises as `fp8_forward` does.
     """
-    out, descale_out, lse, dout, descale_dout = incoming
+    out, lse, dout, descale_dout = incoming
     _check(problem, "backward", **descales._asdict(), dout=descale_dout)
     device = out.device
     targets = {Uid.DQ: gradients.dq, Uid.DK: gradients.dk, Uid.DV: gradients.dv}
     if problem.is_empty:
         for target in targets.values():
             target.zero_()
-        return GradientsQuantized(*(_unit(device) for _ in _SCALES))
-    formats = {uid: target.dtype if target.dtype in FP8_DTYPES else dout.dtype for uid, target in targets.items()}
-    problem, out, lse, dout, written = _in_whole_tiles(problem, out, lse, dout, targets, formats)
+        return
+    problem, out, lse, dout, written = _in_whole_tiles(problem, out, lse, dout, targets)
     numbers = _numbers_of_weights(problem, descales)
-    numbers[Uid.DESCALE_OUT] = _number(1.0, device) if descale_out is None else _aligned(_one(descale_out))
-    numbers[Uid.DESCALE_DOUT] = _aligned(_one(descale_dout))
+    numbers |= {Uid.DESCALE_OUT: _number(1.0, device), Uid.DESCALE_DOUT: _aligned(_one(descale_dout))}
     numbers |= {amax: _empty(device) for amax in _AMAX.values()}
-    call = backward_call(problem, out, lse, dout, Written(*(written[uid] for uid in targets)), numbers)
+    call = backward_call(problem, out, lse, dout, Written(*written.values()), numbers)
     plan = PLANS.get(call.sdpa, device, directory)
-    first_scales = scales or GradientScales(_bounding_scale(problem, call.buffers), *(_number(1.0, device) for _ in targets))
-    for uid, scale in zip(_SCALES, first_scales, strict=True):
-        call.buffers[uid] = _aligned(scale)
-    call.buffers[Uid.DESCALE_DS] = call.buffers[Uid.SCALE_DS].reciprocal()
-    if scales is None:
-        scaled_dtypes = {Uid.SCALE_DS: dout.dtype} | {_SCALE_OF[uid]: dtype for uid, dtype in formats.items()}
-        for learned in _learned_by_run(dout.dtype):
-            execute(plan, call.buffers, device)
-            for uid in learned:
-                call.buffers[uid] = _scale_for(call.buffers[_AMAX[uid]], scaled_dtypes[uid])
-            call.buffers[Uid.DESCALE_DS] = call.buffers[Uid.SCALE_DS].reciprocal()
-    execute(plan, call.buffers, device)
+    buffers = call.buffers
+    buffers |= {Uid.SCALE_DS: _bounding_scale(problem, buffers), **{scale: _number(1.0, device) for scale in _SCALES[1:]}}
+    for learned in (*_learned_by_run(dout.dtype), ()):
+        buffers[Uid.DESCALE_DS] = buffers[Uid.SCALE_DS].reciprocal()
+        execute(plan, buffers, device)
+        for uid in learned:
+            buffers[uid] = _scale_for(buffers[_AMAX[uid]], dout.dtype)
     call.finish()
-    results = [Quantized(call.buffers[uid].reciprocal(), call.buffers[_AMAX[uid]]) for uid in _SCALES]
-    for (uid, target), quantized in zip(targets.items(), results[1:], strict=True):
-        rows = written[uid][:, : target.shape[1]]
-        if target.dtype not in FP8_DTYPES:
-            _convert(rows, quantized.descale, target)
-        elif written[uid] is not target:
-            target.copy_(rows)
-    return GradientsQuantized(*results)
+    for scale, (uid, target) in zip(_SCALES[1:], targets.items(), strict=True):
+        _convert(written[uid][:, : target.shape[1]], buffers[scale].reciprocal(), target)
 
 
 def fp8_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = None, gradients: Written | None = None) -> Call:
@@ -167,18 +112,16 @@ def unchecked_call(
 ) -> Call:
     """Returns the plan as `fp8_call` does, without the launchers' checks, so that tests can ask cuDNN about it."""
     if dout is None or gradients is None:
-        written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
-        return forward_call(problem, written, lse)
+        return forward_call(problem, torch.empty_like(out, dtype=problem.q.dtype), lse)
     targets = {Uid.DQ: gradients.dq, Uid.DK: gradients.dk, Uid.DV: gradients.dv}
-    formats = {uid: target.dtype if target.dtype in FP8_DTYPES else dout.dtype for uid, target in targets.items()}
-    if not problem.is_ragged:
-        problem, out, lse, dout, targets = _in_whole_tiles(problem, out, lse, dout, targets, formats)
-    return backward_call(problem, out, lse, dout, Written(*targets.values()))
+    if problem.is_ragged:
+        return backward_call(problem, out, lse, dout, Written(*(torch.empty_like(t, dtype=dout.dtype) for t in targets.values())))
+    problem, out, lse, dout, written = _in_whole_tiles(problem, out, lse, dout, targets)
+    return backward_call(problem, out, lse, dout, Written(*written.values()))
 
 
-_SCALES = (Uid.SCALE_DS, Uid.SCALE_DQ, Uid.SCALE_DK, Uid.SCALE_DV)  # in the order of GradientScales
+_SCALES = (Uid.SCALE_DS, Uid.SCALE_DQ, Uid.SCALE_DK, Uid.SCALE_DV)
 _AMAX = dict(zip(_SCALES, (Uid.AMAX_DS, Uid.AMAX_DQ, Uid.AMAX_DK, Uid.AMAX_DV), strict=True))
-_SCALE_OF = dict(zip((Uid.DQ, Uid.DK, Uid.DV), _SCALES[1:], strict=True))
 
 
 def _learned_by_run(dtype: torch.dtype) -> tuple[tuple[Uid, ...], ...]:
@@ -192,18 +135,14 @@ def _learned_by_run(dtype: torch.dtype) -> tuple[tuple[Uid, ...], ...]:
 
 
 def _in_whole_tiles(
-    x: Problem, out: Tensor, lse: Tensor, dout: Tensor, targets: dict[Uid, Tensor], formats: dict[Uid, torch.dtype]
+    x: Problem, out: Tensor, lse: Tensor, dout: Tensor, targets: dict[Uid, Tensor]
 ) -> tuple[Problem, Tensor, Tensor, Tensor, dict[Uid, Tensor]]:
-    """Returns the dense tensors of a backward and the tensors for its gradients, copied if their rows do not fill whole tiles.
+    """Returns the dense tensors of a backward, copied if their rows do not fill whole tiles, and memory for its gradients.
 
-    cuDNN 9.19 did not write dq of the last three of 333 queries on an NVIDIA H200.
+    The gradients have the dtype of `dout`. cuDNN 9.19 did not write dq of the last three of 333 queries on an NVIDIA H200.
     """
     extra_q, extra_kv = -x.longest_q % KEY_TILE, -x.longest_kv % KEY_TILE
-    extra = {Uid.DQ: extra_q, Uid.DK: extra_kv, Uid.DV: extra_kv}
-    written = {
-        uid: target if target.dtype == formats[uid] and not extra[uid] else _with_rows(target, extra[uid], formats[uid])
-        for uid, target in targets.items()
-    }
+    written = {uid: _with_rows(t, extra_q if uid == Uid.DQ else extra_kv, dout.dtype) for uid, t in targets.items()}
     if not extra_q and not extra_kv:
         return x, out, lse, dout, written
     q, out, dout = (_padded(t, extra_q) for t in (x.q, out, dout))
@@ -305,11 +244,6 @@ def _empty(device: torch.device) -> Tensor:
     return torch.empty(1, dtype=torch.float32, device=device)
 
 
-def _unit(device: torch.device) -> Quantized:
-    """Returns the descale and amax of an empty result."""
-    return Quantized(torch.ones(1, device=device), torch.zeros(1, device=device))
-
-
 @constant
 def _number(value: float, device: torch.device) -> Tensor:
     return torch.full((1,), value, dtype=torch.float32, device=device)
@@ -320,13 +254,9 @@ def _amax(t: Tensor, descale: Tensor) -> Tensor:
     return t.view(torch.uint8).bitwise_and(0x7F).amax().view(t.dtype).float() * descale
 
 
-def _largest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max
-
-
 def _scale_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scale from `amax` to the dtype's largest number, or 1 if there is no such scale."""
-    scale = _largest(dtype) / amax
+    scale = torch.finfo(dtype).max / amax
     return torch.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common import crossovers
-from flexattn.kernels_triton.common.crossovers import Facts, Rule
+from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS, Facts, Rule
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
-from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, SPLIT_PROGRAMS
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 

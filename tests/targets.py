@@ -64,7 +64,7 @@ TARGETS = [
     Target("warm call of JAX outside of jit: files", most=10, holds=True),
     Target("warm call of JAX outside of jit: functions"),
     Target("functions named slower", most=1, holds=True),
-    Target("files of dispatch and kernels_triton whose constants cite a result file (thresholds)", most=1),
+    Target("files of dispatch and kernels_triton whose constants cite a result file (thresholds)", most=1, holds=True),
     Target("longest chain of imports in kernels_triton", most=10, holds=True),
     Target("files that import common/primitives.py", most=0, holds=True),
     Target("modules of hopper that blackwell imports", most=0, holds=True),

@@ -344,8 +344,6 @@ def test_gradients_are_those_of_an_ordinary_call() -> None:
     out = flexattn.attention(**call)[0]
     only_lse = flexattn.attention(**call, return_lse=True)[1]
     assert only_lse.requires_grad
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(torch.autograd.grad(out.sum(), leaves[0], create_graph=True)[0].sum(), leaves[0])
     with torch.no_grad():
         call["q"].add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -77,7 +77,9 @@ def sdpa_of(
     if direction == "forward":
         return unchecked_call(x, written, lse).sdpa
     grads = Written(tokens(sq, h, d_qk, gradients), tokens(skv, h_kv, d_qk, gradients), tokens(skv, h_kv, d_v, gradients))
-    return unchecked_call(x, written, lse, tokens(sq, h, d_v, dout), grads).sdpa
+    sdpa = unchecked_call(x, written, lse, tokens(sq, h, d_v, dout), grads).sdpa
+    assert sdpa.fp8 is not None
+    return sdpa if gradients is torch.bfloat16 else sdpa._replace(fp8=sdpa.fp8._replace(gradients=gradients))
 
 
 def cudnns_answer(sdpa: Sdpa) -> str | None:
