@@ -102,7 +102,7 @@ def tree(parents: Tensor, starts: Tensor, ends: Tensor, tokens: int) -> Mod:
     if not is_traced() and (parents.device.type == "cpu" or (options.check_values() and not is_capturing())):
         _check_tree(parents.tolist(), starts.tolist(), ends.tolist(), tokens)
     parents, starts, ends = (x.long() for x in (parents, starts, ends))
-    # In each round, `last` is the end of the descendants fewer than 2**round levels below, `ancestors` the one 2**round levels above
+    # In each round, `last` is the end of the descendants fewer than 2**round levels below, `ancestors` the one 2**round above
     last, ancestors = ends, parents
     for _ in range((len(parents) - 1).bit_length()):
         has_ancestor = ancestors >= 0

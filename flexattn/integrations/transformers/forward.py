@@ -131,7 +131,7 @@ def attention_forward(
         return_lse=sinks is not None,
         **arguments,
     )
-    out: Tensor = result if sinks is None else with_sinks(*result, sinks)
+    out: Tensor = result if sinks is None else with_sinks(result[0], result[1], sinks)
     return out.transpose(1, 2).contiguous(), None  # some models call view() on it
 
 
