@@ -132,7 +132,7 @@ def refuse_transforms(x: Operands) -> None:
     """Raises RuntimeError if one of the tensors belongs to a transform, because the operators would silently ignore it."""
     if compat.forward_mode_level() < 0 and not compat.has_transforms():
         return
-    for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask):
+    for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask, *x.descales):
         if not isinstance(t, Tensor):
             continue
         if compat.is_batched(t):
