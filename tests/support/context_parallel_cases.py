@@ -188,6 +188,9 @@ def decoding() -> None:
             everyones = [torch.empty_like(a) for _ in range(ranks)]
             dist.all_gather(everyones, a)
             assert all(torch.equal(a, other) for other in everyones)
+    used = {"attn_mask_type": "padding", "seqused_q": torch.tensor([1, 3], dtype=torch.int32, device=calls.DEVICE)}
+    got = distributed.attention_over_ranks(q, k[:, own], v[:, own], group=dist.group.WORLD, **used, **sink)
+    torch.testing.assert_close(got, flexattn.attention(q, k, v, **used, **sink), rtol=0.0, atol=calls.EXACT)
     packed = flexattn.attention(q[0], k[0], v[0], **_packed(newest), **sink)
     part = flexattn.attention(q[0], k[0, own], v[0, own], **_packed(newest, k[0, own].shape[0]), return_lse=True, backend="eager")
     merged = distributed.merge_over_ranks(
