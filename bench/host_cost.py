@@ -336,7 +336,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
         call_cache.clear_cache()
         attend()
 
-    found = {
+    found: dict[str, Callable[[], object]] = {
         "the whole call": attend,
         "  the key and the look-up": lambda: original(*seen[0]),
         "    of it: modes, switches, environment": call_cache.state_around,
@@ -346,7 +346,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
         "    of it: memory for out and lse": lambda: [recording.allocate(*how) for how in shapes],
         "    of it: the launch, arguments packed": lambda: prepared.launch(launch.current_stream(device), addresses),
     }
-    new = {"a call with a key that is new (lengths that never came)": anew}
+    new: dict[str, Callable[[], object]] = {"a call with a key that is new (lengths that never came)": anew}
     return {name: min(us) for name, us in (*_times(found, ROUNDS).items(), *_times(new, ROUNDS).items())}
 
 
