@@ -18,10 +18,7 @@ from tests.dispatch.test_select import ON_CUDA
 
 SPEC = ON_CUDA._replace(dtype=torch.bfloat16, head_dim_qk=128, head_dim_v=128, length_q=1024, length_kv=1024)
 
-FP8 = {
-    "dtype": torch.float8_e4m3fn,
-    "fp8": Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, False),
-}
+FP8 = {"dtype": torch.float8_e4m3fn, "fp8": Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, False)}
 
 # For each row of KNOWN_BAD: its subject, and near misses that it must leave alone.
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {

@@ -49,10 +49,7 @@ def compiled(name, constexprs):
 
 print(json.dumps({name: compiled(name, constexprs) for name, constexprs in json.loads(sys.argv[1]).items()}))
 """
-KERNELS = {
-    "attention_fwd": {"BLOCK_N": 64, "HEAD_DIM": 128, "STAGES": 2},
-    "attention_bwd": {"HEAD_DIM": 128, "STAGES": 2},
-}
+KERNELS = {"attention_fwd": {"BLOCK_N": 64, "HEAD_DIM": 128, "STAGES": 2}, "attention_bwd": {"HEAD_DIM": 128, "STAGES": 2}}
 WORKERS = 2
 THEIR_BARRIERS = {9, 10}
 COMPILERS_OWN = 512  # bytes that warp specialisation adds, at most, to the allocations of a kernel
