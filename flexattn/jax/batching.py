@@ -131,7 +131,7 @@ def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n
     return n, operands, call._replace(present=present), batch
 
 
-def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: int, tokens: int) -> dict[str, Any]:
+def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: int, tokens: int) -> dict[str, object]:
     """Returns cu_seqlens of n calls as one array. tokens: number of tokens of each call in a packed format, else 0."""
     name = f"cu_seqlens_{side}"
     cu = _move_to_front(*operands_and_dims[name], n)

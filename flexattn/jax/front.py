@@ -394,7 +394,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
         amaxes = dict(zip(("q", "k", "v", "out"), more[-4:], strict=True)) if one.is_delayed else {}
         return (out, lse, *more), (arrays, out, lse, amaxes, _Static((one, tuple(sources))))
 
-    def backward(saved: Any, cotangents: Any) -> Any:
+    def backward(saved: Any, cotangents: Any) -> object:
         arrays, out, lse, amaxes, static = saved
         one, sources = static.value
         zero = jax.custom_derivatives.SymbolicZero
@@ -402,7 +402,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
         incoming = [jnp.zeros(out.shape, out.dtype) if isinstance(dout, zero) else dout]
         incoming += [] if isinstance(dlse, zero) else [dlse]
         found = bind(backward_p, [*_operands(arrays, sources), out, lse, *incoming], one)
-        gradients: list[Any] = [None] * len(arrays)
+        gradients: list[object] = [None] * len(arrays)
         if one.is_delayed:
             *found, amax = found
             for place, noted in given.noted(arrays, amaxes | {"dout": amax}).items():

@@ -96,7 +96,7 @@ def _on_cuda(name: str, shapes: object, planned: Any) -> Any:
     return run
 
 
-def _call_handler(name: str, shapes: Any, call: Call, arrays: Any) -> Any:
+def _call_handler(name: str, shapes: Any, call: Call, arrays: Any) -> object:
     return jax.ffi.ffi_call(name, shapes(call, arrays))(*arrays, call=call.text)
 
 

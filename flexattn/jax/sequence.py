@@ -275,7 +275,7 @@ class _Origin(NamedTuple):
 
         window: a window that mask_mod must apply too, because its diagonal depends on the device.
         """
-        mods: dict[str, Any] = {}
+        mods: dict[str, object] = {}
         score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
 
         def shift(b: object, q_idx: jax.Array, kv_idx: jax.Array) -> tuple[Any, Any]:
@@ -287,7 +287,7 @@ class _Origin(NamedTuple):
                 s, b, h, *shift(b, q_idx, kv_idx), *extra, **named
             )
         left, right = window or (None, None)
-        masks: list[Callable[..., Any]] = [] if mask_mod is None else [mask_mod]
+        masks: list[Callable[..., object]] = [] if mask_mod is None else [mask_mod]
         masks += [lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left] if left is not None else []
         masks += [lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right] if right is not None else []
         if masks:

@@ -182,7 +182,9 @@ def _sharding(mesh: jax.sharding.Mesh, factors: Factors, axes: dict[str, tuple[s
     return NamedSharding(mesh, PartitionSpec(*(axes.get(_names(factor)[0]) for factor in factors)))
 
 
-def _reduce(x: jax.Array, reduce: Callable[[Any, Any], Any], factors: Factors, axes: dict[str, tuple[str, ...]]) -> Any:
+def _reduce(
+    x: jax.Array, reduce: Callable[[Any, object], jax.Array], factors: Factors, axes: dict[str, tuple[str, ...]]
+) -> jax.Array:
     own_names = {name for factor in factors for name in _names(factor)}
     over = tuple(axis for name, chosen_axes in axes.items() if name not in own_names for axis in chosen_axes)
     return reduce(x.astype(jnp.float32), over).astype(x.dtype) if over else x

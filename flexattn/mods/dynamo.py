@@ -203,7 +203,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.recording = recording
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if self.recording.is_on(args) or self.recording.is_on(tuple(kwargs.values())):
             return self.recording.append(func, args, kwargs)
@@ -275,7 +275,7 @@ def _replayed(nodes: Any, output: object, tensors: tuple[Tensor, ...]) -> Mod:
     return mod
 
 
-def _replay(steps: Any, output: object, scalars: Any, tensors: Any) -> Any:
+def _replay(steps: Any, output: object, scalars: Any, tensors: Any) -> object:
     values = list(scalars)
 
     def read(written: Any) -> Any:

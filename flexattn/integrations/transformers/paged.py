@@ -32,7 +32,7 @@ def paged_attention_forward(
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     block_table: Tensor | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer in `generate_batch`, after transformers.integrations.flash_paged.paged_attention_forward,
     https://github.com/huggingface/transformers/blob/v5.17.0/src/transformers/integrations/flash_paged.py.

@@ -25,7 +25,7 @@ class _Tensors(NamedTuple):
     values: dict[Any, Any]  # numbers, and None for each array
     arrays: dict[Any, Any]
 
-    def joined(self, tensors: dict[Any, Tensor]) -> dict[Any, Any]:
+    def joined(self, tensors: dict[Any, Tensor]) -> dict[Any, object]:
         """Returns the dict with tensors in place of the arrays, in the original order."""
         return self.values | tensors
 
