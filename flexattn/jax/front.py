@@ -121,7 +121,7 @@ def attend(
 
 def _key(arguments: Mapping[str, Any], names: tuple[str, str]) -> Hashable | None:
     """Returns the key of a call, with everything that its checks and its form depend on; None if it has none, as with mods."""
-    parts: list[Any] = [names, state_around(), jax.config.jax_enable_x64]
+    parts: list[object] = [names, state_around(), jax.config.jax_enable_x64]
     if parts[1] is None:
         return None
     arrays = []
@@ -147,7 +147,7 @@ class _Kept(NamedTuple):
     """
 
     sources: tuple[str, ...]
-    run: Callable[[Sequence[Any]], tuple[Any, ...]]
+    run: Callable[[Sequence[Any]], tuple[object, ...]]
 
     @classmethod
     def of(cls, given: _Given, arguments: Mapping[str, object], names: tuple[str, str]) -> _Kept | None:
@@ -419,7 +419,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
     def run(arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
         arrays = tuple(alike(arrays))
         try:
-            found: tuple[Any, ...] = call(arrays)
+            found: tuple[object, ...] = call(arrays)
         except NotImplementedError as e:
             if "symbolic_zeros support with shard_map" not in str(e):
                 raise

@@ -45,7 +45,7 @@ def partitioned(primitive: Primitive, layout_of: Callable[[object, Sequence[tupl
 
         layout = layout_of(call, [tuple(x.shape) for x in arrays])
 
-        def partition(mesh: jax.sharding.Mesh, operand_infos: Any, results: object) -> Any:
+        def partition(mesh: jax.sharding.Mesh, operand_infos: Any, results: object) -> object:
             axes = _axes(layout, operand_infos)
 
             def local(*arrays: jax.Array) -> Any:

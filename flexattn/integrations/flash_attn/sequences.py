@@ -44,7 +44,7 @@ class Lengths(NamedTuple):
 
     def named(self, side: str) -> dict[str, Any]:
         """Returns the lengths under `attention`'s names; side is q or kv."""
-        result: dict[str, Any] = {f"cu_seqlens_{side}": self.cumulative()}
+        result: dict[str, object] = {f"cu_seqlens_{side}": self.cumulative()}
         if self.table is not None:
             result |= {"page_table": self.table, f"max_seqlen_{side}": None if self.max_seqlen is None else int(self.max_seqlen)}
         elif self.cu_seqlens is not None:

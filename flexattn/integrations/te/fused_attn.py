@@ -479,7 +479,7 @@ def _fp8_gradients(
     qkv: list[InFp8],
     incoming: tuple[Any, Any, Tensor],
     formats: tuple[str, str, str],
-    arguments: dict[str, Any],
+    arguments: dict[str, object],
 ) -> Gradients:
     """Returns the gradients of a call on FP8 tensors. incoming: o, d_o and lse. formats: those of o, d_o and q."""
     (q, k, v), (o, d_o, lse), (o_format, do_format, q_format) = qkv, incoming, formats

@@ -26,7 +26,7 @@ def paged_attention_forward(
     is_causal: bool | None = None,
     cache: Any = None,
     read_index: object = None,
-    write_index: Any = None,
+    write_index: object = None,
     cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None,
     max_seqlen_q: Any = None,
