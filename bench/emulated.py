@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +14,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from flexattn import ops
 from flexattn.bench.check import Checker
-from flexattn.bench.implementations import Launchers, with_launchers
-from flexattn.bench.inputs import Tensors, make_tensors
+from flexattn.bench.implementations import Launchers, problem_of, with_launchers
+from flexattn.bench.inputs import Tensors, arguments_of, make_tensors
 from flexattn.bench.shapes import Workload
+from flexattn.dispatch import eager_backend, quantization
+from flexattn.dispatch.canary import ROUNDED_WEIGHTS
+from flexattn.dispatch.reference import reference_attention, reference_gradients
+from flexattn.dispatch.spec import Fp8
+from flexattn.functional import bind_call
+from flexattn.testing import GRADIENT_FACTOR, check_close
 
 if TYPE_CHECKING:
     from flexattn.emulator import Report, Verdict
@@ -37,6 +45,24 @@ KERNELS = {
     "sm_100-fused": "_attn_bwd_blackwell_kernel",
 }
 """Gluon kernels for sm_90 and sm_100, by their names in `play --emulate`; no workload has head dims above 256."""
+FAMILIES = {
+    "forward": "sm_90",
+    "fused": "sm_90 fused",
+    "fused-192": "sm_90 fused 192",
+    "fp8-forward": "sm_90 FP8",
+    "fp8-dq": "sm_90 FP8 two-kernel",
+    "fp8-dkdv": "sm_90 FP8 two-kernel",
+    "fp8-fused": "sm_90 FP8 fused",
+    "sm_100": "sm_100",
+    "sm_100-fused": "sm_100 fused",
+}
+"""The kernel family of each kernel; others are of TWO_KERNELS."""
+TWO_KERNELS = "sm_90 two-kernel"
+MODULES = (
+    *("hopper.forward", "hopper.backward", "hopper.backward_fused", "hopper.backward_fused_192", "hopper.fp8_forward"),
+    *("hopper.fp8_backward", "hopper.fp8_backward_fused", "blackwell.forward", "blackwell.backward"),
+)
+"""The modules that launch these kernels."""
 
 
 def the_emulator() -> ModuleType:
@@ -83,8 +109,8 @@ def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
     emulator = the_emulator()
     small = workload.shortened(LONGEST)
     tensors = make_tensors(small, "cpu")
-    prepare = _prepare_fp8 if kernel.startswith("fp8-") else _prepare
-    modules, launch, check = prepare(kernel, small, tensors)
+    launch, check = (_prepare_fp8 if kernel.startswith("fp8-") else _prepare)(kernel, small, tensors)
+    modules = [importlib.import_module(f"flexattn.kernels_triton.{name}") for name in MODULES]
 
     def run(seed: int) -> Report:
         with emulated(seed, *modules) as reports:
@@ -99,47 +125,79 @@ def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
 
 
 Results = dict[str, Tensor]
-Prepared = tuple[tuple[ModuleType, ...], Callable[[], Results], Callable[[Results], None]]
+Prepared = tuple[Callable[[], Results], Callable[[Results], None]]
 
 
-def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
-    from flexattn.bench.emulated_fp8 import prepare
-    from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-    from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
-    from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
+def _run(kernel: str, call: Any) -> None:
+    """Launches the family of a kernel. Raises ValueError if it does not support a call, a `Forward` or a `Backward`."""
+    from flexattn.kernels_triton.common.problem import Forward
+    from flexattn.kernels_triton.families import BACKWARDS, FORWARDS
+    from flexattn.kernels_triton.runtime.device import pretended_device
 
-    return (hopper_fp8_forward, hopper_fp8_backward, hopper_fp8_fused), *prepare(kernel, small, tensors)
+    order: Any = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
+    family = next(family for family in order if family.name == FAMILIES.get(kernel, TWO_KERNELS))
+    with pretended_device(max(family.capabilities), PROGRAMS):
+        reason, tile = family.unsupported(call), None
+        tile = family.tile(call) if reason is None else None
+    if reason is not None:
+        raise ValueError(f"{kernel} does not run such a workload: {reason}")
+    family.run(call, tile)
 
 
 def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
-    from flexattn.kernels_triton.blackwell import backward as blackwell_backward
-    from flexattn.kernels_triton.blackwell import forward as blackwell_forward
-    from flexattn.kernels_triton.hopper import backward as hopper_backward
-    from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-    from flexattn.kernels_triton.hopper import backward_fused_192 as hopper_fused_192
-    from flexattn.kernels_triton.hopper import forward as hopper_forward
+    from flexattn.kernels_triton.common.problem import Forward
 
-    if kernel == "sm_100" and (small.head_dim_qk > 192 or small.head_dim_v > 128):
-        raise ValueError(
-            f"sm_100 takes head dims up to 192 and 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}"
-        )
-    if kernel in ("fused", "sm_100-fused") and max(small.head_dim_qk, small.head_dim_v) > 128:
-        raise ValueError(f"{kernel} takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
-    if kernel == "fused-192" and (not 128 < small.head_dim_qk <= 192 or small.head_dim_v > 128):
-        raise ValueError(
-            f"fused-192 takes head dims from 136 to 192 and up to 128, and {small.name} has {small.head_dim_qk} and "
-            f"{small.head_dim_v}"
-        )
     direction = "forward" if kernel in ("forward", "sm_100") else "backward"
-    forward = blackwell_forward.blackwell_forward if kernel == "sm_100" else hopper_forward.hopper_forward
-    own: dict[str, Callable[..., None]] = {
-        "fused": hopper_fused.fused_backward,
-        "fused-192": hopper_fused_192.fused_192_backward,
-        "sm_100-fused": blackwell_backward.blackwell_backward,
-    }
-    backward = own.get(kernel, hopper_backward.hopper_backward)
-    launchers = Launchers(lambda *results, tile: forward(*results), lambda results, tile_dq, tile_dkdv: backward(results), {})
-    # The forward before a backward is not under test, and runs once.
+    before = kernel if direction == "forward" else "forward"  # a forward before a backward is not under test, and runs once
+    launchers = Launchers(
+        lambda problem, out, lse, tile: _run(before, Forward(problem, out, lse)),
+        lambda call, tile_dq, tile_dkdv: _run(kernel, call),
+        {},
+    )
     prepared = functools.cache(lambda: with_launchers(launchers, small, tensors, direction))
-    modules = (hopper_forward, hopper_backward, hopper_fused, hopper_fused_192, blackwell_forward, blackwell_backward)
-    return modules, lambda: dict(prepared().results()), functools.partial(Checker(small, tensors).check, direction)
+    return lambda: dict(prepared().results()), functools.partial(Checker(small, tensors).check, direction)
+
+
+def _prepare_fp8(kernel: str, workload: Workload, tensors: Tensors) -> Prepared:
+    """Prepares a kernel on operands in e4m3 with a scale for each head, checked by the oracle on dequantised values."""
+    from flexattn.kernels_triton.common.problem import Backward, Forward
+
+    dtype = torch.float8_e4m3fn
+    x, settings = bind_call(*tensors[:3], **arguments_of(workload, tensors))
+    spec = ops.spec_to_run(x, settings)
+    sides = [(spec.q_format, *x.packing("q")), (spec.kv_format, *x.packing("kv"))]
+    whole = [quantization.Unquantized(t, *sides[n in (1, 2)], scale=None) for n, t in enumerate(tensors[:4])]
+    (q, k, v, dout), scales, _ = quantization.quantize(whole, dtype, "head", 0, 0)
+    descales = tuple(scales)
+    spec = spec._replace(dtype=dtype, fp8=Fp8((False, True, False), 0, tensors.q.dtype, dtype, False))
+    x = x._replace(q=q, k=k, v=v, descales=descales[:3])
+    problem = dataclasses.replace(problem_of(workload, tensors), q=q, k=k, v=v, descales=descales[:3])
+    exact, eager = reference_attention(spec, x), eager_backend.forward(spec, x)
+    out, lse = exact[0].to(tensors.dout.dtype), exact[1].float()
+
+    def forward() -> Results:
+        results = {"out": torch.full_like(out, torch.nan), "lse": torch.full_like(lse, torch.nan)}
+        _run(kernel, Forward(problem, **results))
+        return results
+
+    def check_forward(results: Results) -> None:
+        check_close("out", results["out"], exact[0], eager[0])
+        check_close("lse", results["lse"], exact[1], eager[1], atol=ROUNDED_WEIGHTS)
+
+    if kernel == "fp8-forward":
+        return forward, check_forward
+    x, problem = x._replace(descales=descales), dataclasses.replace(problem, descales=descales)
+    exact_dout = quantization.dequantize_side(spec, x, "q", dout, descales[3], torch.float64)
+    wanted, budget = reference_gradients(spec, x, exact_dout), eager_backend.backward(spec, x, out, lse, dout, None)
+
+    def backward() -> Results:
+        dq, dk, dv = (torch.full(t.shape, torch.nan, dtype=out.dtype) for t in (q, k, v))
+        doffset = None if tensors.softmax_offset is None else torch.empty(workload.num_heads)
+        _run(kernel, Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
+        return {"dq": dq, "dk": dk, "dv": dv}
+
+    def check_backward(results: Results) -> None:
+        for name, got in results.items():
+            check_close(name, got, getattr(wanted, name), getattr(budget, name), factor=GRADIENT_FACTOR)
+
+    return backward, check_backward

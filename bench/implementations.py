@@ -12,7 +12,7 @@ from torch import Tensor
 import flexattn
 from flexattn.bench.counts import band_of
 from flexattn.bench.environment import environment
-from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, mask_mod_of, score_mod_of
+from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, make_tensors, mask_mod_of, score_mod_of
 from flexattn.bench.shapes import MODS, Workload
 from flexattn.bench.tables import AUTO
 
@@ -276,16 +276,7 @@ def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: T
 
 def committed_tile(kernel: str, workload: Workload, capability: int) -> Tile:
     """Returns the tables' tile for a kernel and capability, on any device."""
-    from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, select_tile, split_head_dim
+    from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
 
-    band, parts = band_of(workload), [split_head_dim(dim) for dim in (workload.head_dim_qk, workload.head_dim_v)]
-    return select_tile(
-        {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}[kernel],
-        capability,
-        getattr(torch, workload.dtype).itemsize,
-        sum(map(sum, parts)),
-        is_whole=not any(second for _, second in parts),
-        is_loaded=workload.score == "relative_bias",
-        is_open=band.left is None and band.right is None,
-        length=max(workload.seqlen_q, workload.seqlen_kv),
-    )
+    table = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}[kernel]
+    return problem_of(workload, make_tensors(workload, "meta")).tile(table, capability)

@@ -32,13 +32,13 @@ from flexattn.bench.inputs import Tensors, arguments_of
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import MODS, OLDER, Workload, title_of
 from flexattn.bench.tables import Table, geometric_mean
+from flexattn.bench.tiles import SWEPT_SEQLENS, is_swept
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.crossovers import Rule
 
 MMA, REPEATABLE, TILES = "flexattn mma", "flexattn mma deterministic", "flexattn mma tile"
 FLASH, FLEX = "SDPA flash", "FlexAttention"
-SWEPT_SEQLENS = (1024, 4096)  # a candidate is timed at these lengths
 TIE = 0.02  # share of a time by which runs differ
 
 # Tiles by direction and head dim, as `MmaTile`, `MmaBackwardTile` and `MmaDqTile` write them
@@ -125,19 +125,14 @@ def tile_implementations(version: str) -> list[Implementation]:
     return list(found.values())
 
 
-def is_tile(implementation: Implementation) -> bool:
-    return implementation.name.startswith(TILES)
-
-
 def is_beside_flex(workload: Workload, direction: str) -> bool:
     """Returns whether a cell of the preset `older` has a row of FlexAttention, whose compilation takes most of the time."""
     return workload.group == MODS or (workload.group in ("sweep", OLDER) and workload.seqlen_q == max(SWEPT_SEQLENS))
 
 
 def _serves(kind: str, text: str, workload: Workload, direction: str) -> bool:
-    is_plain = workload.group in ("sweep", OLDER) and workload.window_size == (-1, -1) and workload.seqlen_q in SWEPT_SEQLENS
     own = direction == ("forward" if kind == "forward" else "backward")
-    return is_plain and own and text in CANDIDATES[kind].get(workload.head_dim_qk, ())
+    return own and is_swept(workload) and text in CANDIDATES[kind].get(workload.head_dim_qk, ())
 
 
 def _prepare_tile(kind: str, text: str, workload: Workload, tensors: Tensors, direction: str) -> Prepared:
@@ -193,16 +188,9 @@ def table(found: Record) -> Table:
         speeds = [_speed(cell and cell.speed(other)) for cell in directions for other in others]
         if any(text != "-" for text in speeds):
             workload = next(iter(by_direction.values())).workload
-            lines.append((_title(workload), speeds))
+            lines.append((title_of(workload), speeds))
     columns = [f"{direction}: {other.removeprefix('flexattn ')}" for direction in ("forward", "backward") for other in others]
     return Table("", columns, lines)
-
-
-def _title(workload: Workload) -> str:
-    if workload.group != OLDER:
-        return title_of(workload)
-    mask = "window" if workload.window_size != (-1, -1) else "causal" if workload.is_causal else "no mask"
-    return f"Head dim {workload.head_dim_qk}, {mask}, {workload.seqlen_q:,} tokens"
 
 
 def _speed(speed: float | None) -> str:
@@ -274,13 +262,13 @@ def rules(name: str, found: Record) -> list[Rule]:
     return made
 
 
-def sdpa_rules(name: str, found: Record) -> list[Rule]:
-    """Returns the rules for `explain` about plain calls that SDPA flash runs faster than these kernels."""
+def sdpa_rules(name: str, found: Record, own: str = MMA, use: str = "sdpa beside mma.sync") -> list[Rule]:
+    """Returns the rules for `explain` about plain calls that SDPA flash runs faster than `own`, these or the portable kernels."""
     from flexattn.kernels_triton.common.crossovers import Rule
 
     ratios: dict[tuple[str, tuple[int, int], str], dict[int, float]] = {}
     for cell in cells(found):
-        w, speed = cell.workload, cell.speed(FLASH)
+        w, speed = cell.workload, cell.speed(FLASH, own)
         is_plain = not w.is_ragged and w.softmax_type == "vanilla" and _mask(w) in ("open", "causal") and w.seqlen_q > 1
         if speed is not None and is_plain:
             lengths = ratios.setdefault((cell.direction, (w.head_dim_qk, w.head_dim_v), _mask(w)), {})
@@ -292,24 +280,21 @@ def sdpa_rules(name: str, found: Record) -> list[Rule]:
             call: dict[str, Any] = {"direction": direction, "head_dim_qk": dim_qk, "head_dim_v": dim_v, "mask": mask}
             plain: dict[str, Any] = {"dtype": "bfloat16", "layout": "dense", "kind": "plain"}
             tokens = min(lengths), max(lengths)
-            made.append(
-                Rule(use="sdpa beside mma.sync", capability=targets(found), **call, **plain, tokens=tokens, gain=gain, source=name)
-            )
+            made.append(Rule(use=use, capability=targets(found), **call, **plain, tokens=tokens, gain=gain, source=name))
     return made
 
 
 def targets(found: Record) -> int | tuple[int, ...]:
     """Returns the capabilities that a run's rules are for: 8.0, or 8.6, 8.9 and 12.0, whose programs have less shared memory."""
-    major, minor = found.device.get("capability", (0, 0))
-    return 80 if (imitated(found) or 10 * major + minor) == 80 else (86, 89, 120)
+    return 80 if capability_in(found) == 80 else (86, 89, 120)
 
 
-def imitated(found: Record) -> int | None:
-    """Returns the capability whose code a run had, from the name of its device: "sm_80 code on an NVIDIA H200"."""
-    text = str(found.device.get("name", ""))
+def capability_in(found: Record) -> int:
+    """Returns the capability whose code a run had: its device's, or that of the name "sm_80 code on an NVIDIA H200"."""
+    text, (major, minor) = str(found.device.get("name", "")), found.device.get("capability", (0, 0))
     if " with tiles of sm_120" in text:
         return 120
-    return next((sm for sm in MMA_CAPABILITIES if text.startswith(f"sm_{sm} code")), None)
+    return next((sm for sm in MMA_CAPABILITIES if text.startswith(f"sm_{sm} code")), 10 * major + minor)
 
 
 def _head_dim(workload: Workload) -> int:

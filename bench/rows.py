@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexattn.bench import mma
 from flexattn.bench.counts import band_of
-from flexattn.bench.implementations import CUDNN, KERNELS, TRITON, committed_tile
+from flexattn.bench.implementations import CUDNN, KERNELS, MMA_CAPABILITIES, PORTABLE, TRITON, committed_tile
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import Workload
 from flexattn.bench.tables import geometric_mean, is_ours
-from flexattn.bench.tiles import parse_tile, tile_name
+from flexattn.bench.tiles import PORTABLE_TILE, parse_tile, tile_name
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.crossovers import Rule
@@ -34,7 +34,7 @@ class Swept(NamedTuple):
     capability: int
     element_size: int
     head_dims: int  # d_qk + d_v, as in the tiles' rows
-    slot: str  # field of the row: "tile", "loaded", "open" or "short"
+    slot: str  # field of the row: "tile", "loaded", "open", "short" or "few"
     committed: Tile
     times: Mapping[Tile, float]  # us, the geometric mean over the slot's workloads that all tiles were measured on
 
@@ -61,6 +61,8 @@ def slot_of(workload: Workload) -> str:
     from flexattn.kernels_triton.common.tiles import SHORT
 
     band = band_of(workload)
+    if workload.seqlen_q == 1:
+        return "few"
     if workload.score == "relative_bias":
         return "loaded"
     if band.left is None and band.right is None:
@@ -76,20 +78,21 @@ def swept(record: Record) -> list[Swept]:
 
     times: dict[tuple[str, int, int, str], dict[Tile, dict[str, float]]] = {}
     for row in record.rows:
-        kernel, _, tile = row.implementation.removesuffix(" committed").removesuffix(" (this)").partition(" ")
+        name = row.implementation.removeprefix(f"{PORTABLE_TILE} ").removesuffix(" committed").removesuffix(" (this)")
+        kernel, _, tile = name.partition(" ")
         if kernel in KERNELS and row.us is not None:
             w = record.workloads[row.workload]
             width = sum(split_head_dim(w.head_dim_qk)) + sum(split_head_dim(w.head_dim_v))
             key = kernel, getattr(torch, w.dtype).itemsize, width, slot_of(w)
             times.setdefault(key, {}).setdefault(parse_tile(tile), {})[row.workload] = row.us
-    major, minor = record.device.get("capability", (0, 0))
+    capability = mma.capability_in(record)
     found = []
     for (kernel, element_size, width, slot), tiles in times.items():
         common = set.intersection(*(set(workloads) for workloads in tiles.values()))
         if common:
             means = {tile: geometric_mean(workloads[name] for name in common) for tile, workloads in tiles.items()}
-            committed = committed_tile(kernel, record.workloads[min(common)], 10 * major + minor)
-            found.append(Swept(kernel, 10 * major + minor, element_size, width, slot, committed, means))
+            committed = committed_tile(kernel, record.workloads[min(common)], capability)
+            found.append(Swept(kernel, capability, element_size, width, slot, committed, means))
     return found
 
 
@@ -155,7 +158,6 @@ def faster_rows(name: str, record: Record) -> list[Rule]:
         layout = "packed" if w.is_ragged else "decode" if w.seqlen_q == 1 else "dense"
         key = direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, layout, kind
         ratios.setdefault(key, {}).setdefault(1 << (w.seqlen_kv - 1).bit_length(), []).append(triton / cudnn)
-    major, minor = record.device.get("capability", (0, 0))
     found = []
     for (direction, dtype, head_dims, mask, layout, kind), classes in ratios.items():
         runs: list[list[int]] = [[]]
@@ -170,7 +172,7 @@ def faster_rows(name: str, record: Record) -> list[Rule]:
             rule = Rule(
                 use="cudnn",
                 direction=direction,
-                capability=10 * major + minor,
+                capability=mma.capability_in(record),
                 dtype=dtype,
                 head_dim_qk=head_dims[0],
                 head_dim_v=head_dims[1],
@@ -194,6 +196,8 @@ def emit(records: Mapping[str, Record]) -> str:
         if mma.MMA in record.implementations():
             lines += mma.tile_lines(record)
             rules += [_rule_code(rule) for rule in (*mma.rules(name, record), *mma.sdpa_rules(name, record))]
+        if mma.capability_in(record) in MMA_CAPABILITIES:
+            rules += [_rule_code(rule) for rule in mma.sdpa_rules(name, record, PORTABLE, "sdpa")]
         if not lines and not rules:
             ours = [n for n in record.implementations() if is_ours(n)]
             raise ValueError(

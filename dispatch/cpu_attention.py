@@ -42,7 +42,20 @@ def takes(spec: AttentionSpec, x: Operands) -> bool:
         return False
     if "t" in spec.q_format + spec.kv_format or 0 in (*x.q.shape, *x.k.shape):
         return False
-    if any((spec.fp8, spec.kv_dtype, spec.mods, spec.padding, spec.softcap, spec.dropout, spec.is_part, spec.needs_lse_grad)):
+    if any(
+        (
+            spec.kv_lists,
+            spec.block_size,
+            spec.fp8,
+            spec.kv_dtype,
+            spec.mods,
+            spec.padding,
+            spec.softcap,
+            spec.dropout,
+            spec.is_part,
+            spec.needs_lse_grad,
+        )
+    ):
         return False
     if spec.return_max_logit or spec.bias_type == "alibi" or spec.softmax_type != "vanilla":
         return False

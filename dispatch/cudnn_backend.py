@@ -164,6 +164,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return "a window that ends before its diagonal is untested on cuDNN; use backend='triton'"
     if spec.softcap:
         return "cuDNN's graphs have no softcap; use backend='triton'"
+    if spec.kv_lists:
+        return "cuDNN's graphs have no lists of keys (kv_indices); use backend='triton' or 'eager'"
     if spec.block_size is not None:
         return "cuDNN has no block masks; pass the mask as a mask_mod only, or use backend='triton'"
     if spec.length_kv == 1:
@@ -287,18 +289,9 @@ def _is_banded_bottom_right(spec: AttentionSpec) -> bool:
     return spec.band.bottom_right and (spec.band.left is not None or spec.band.right is not None)
 
 
-def _needs_gathered_keys(x: Operands) -> bool:
-    """Returns whether each sequence's pages are copied into a dense tensor, because cuDNN must not read the pools."""
-    if x.page_table is None:
-        return False
-    from flexattn.kernels_cudnn.attention import reads_pages
-
-    return not reads_pages(x.k, x.v)
-
-
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     is_bucketed = _is_bucketed(spec, x)  # before pages are gathered, as in `prepare`.
-    if _needs_gathered_keys(x):
+    if x.page_table is not None:  # cuDNN reads the rows of pages past a sequence's keys, which hold any values.
         spec, x = without_pages(spec, x)
     out, lse, max_logit = empty_outputs(spec, x)
     problem, out_view, directory = _problem(spec, x, "forward", is_bucketed), as_bshd(out, spec.q_format), options.plan_directory()
@@ -332,7 +325,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
             from flexattn.kernels_cudnn.fp8 import Descales, Incoming, fp8_backward
 
             *input_descales, descale_dout = x.descales
-            incoming = Incoming(out_view, None, lse, dout_view, descale_dout)
+            incoming = Incoming(out_view, lse, dout_view, descale_dout)
             fp8_backward(problem, Descales(*input_descales), incoming, written, directory=directory)
         else:
             from flexattn.kernels_cudnn.attention import attention_backward
@@ -411,7 +404,7 @@ def _sdpa(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: b
     shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # identical tensors stay identical.
     named: dict[str, Any] = {name: shadows[id(t)] for name, t in x._asdict().items() if isinstance(t, Tensor)}
     meta = x._replace(**named, mod_tensors=[without_mod_data(t) for t in x.mod_tensors])
-    if _needs_gathered_keys(x):
+    if x.page_table is not None:
         spec, meta = without_pages(spec, meta)
     problem = _problem(spec, meta, direction, is_bucketed)
     if problem.is_empty:

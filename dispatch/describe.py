@@ -22,6 +22,9 @@ def describe(spec: AttentionSpec, x: Operands | None = None) -> str:
         parts.append(f"{spec.softmax_type} softmax")
     if spec.mods is not None:
         parts.append("score_mod or mask_mod")
+    if spec.kv_lists:
+        blocks = f" of blocks of {spec.kv_block} keys" if spec.kv_block > 1 else ""
+        parts.append(f"kv_indices{blocks}{' for each key head' if spec.kv_lists > 1 else ''}")
     if spec.is_part:
         parts.append("part of the keys of out and lse")
     if spec.block_size is not None:

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from flexattn.emulator import blackwell, hopper, language
+from flexattn.emulator import language, nvidia
 from flexattn.emulator.inline_asm import inline_asm_elementwise
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Scalar, Tensor, binary
@@ -86,9 +86,9 @@ def translate(value: Any, name: str) -> Any:
 def _translate_builtin(value: Any) -> Callable[..., Any]:
     module = value.__module__
     if not module.startswith("triton."):  # a user's own builtin. Its Python runs on an emulated builder.
-        return lambda *args, **kwargs: value(*args, **kwargs, _semantic=hopper.Semantic)
+        return lambda *args, **kwargs: value(*args, **kwargs, _semantic=nvidia.Semantic)
     last = module.rsplit(".", 1)[-1]
-    table = blackwell.FUNCTIONS if last == "blackwell" else hopper.MODULES.get(last)
+    table = nvidia.MODULES.get(last)
     if table is None:
         table = {} if ".nvidia." in module or ".amd." in module else language.FUNCTIONS
     return table.get(value.__name__) or _unknown(f"{last}.{value.__name__}")

@@ -214,6 +214,26 @@ class CacheOptions(TypedDict, Generic[Array], total=False):
     page_table: Array | None
 
 
+class ListOptions(TypedDict, Generic[Array], total=False):
+    """Sparse attention.
+
+    Args:
+        kv_indices (Tensor, optional): int32 on q's device, the keys that each query sees, counted within its sequence: [b, sq, n],
+            or [b, sq, h_kv, n] with a list for each key head, in every dense format of q; [t_q, n] or [t_q, h_kv, n] for "thd".
+            Masks, windows and lengths hide keys of a list too. An entry without such a key, as -1, is empty. A key counts once for
+            each entry that lists it (docs/sparse.md).
+        kv_index_counts (Tensor, optional): int32, kv_indices' shape without the last dim: the entries of each list that count, from
+            the first on. Default: all.
+        kv_block_size (int or (int, int), optional): makes the entries blocks of so many keys. A pair (1, keys) leaves the shapes as
+            above. A pair (queries, keys) of multiples of 16, or one number for both, makes kv_indices [b, h_kv, query blocks, n]: a
+            list for each block of queries, in which a block counts once; b and h_kv may be 1.
+    """
+
+    kv_indices: Array | None
+    kv_index_counts: Array | None
+    kv_block_size: int | tuple[int, int] | None
+
+
 class RunOptions(TypedDict, total=False):
     """Execution.
 
@@ -276,7 +296,7 @@ class ReturnOptions(TypedDict, total=False):
     return_max_logit: bool
 
 
-class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], total=False):
+class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], ListOptions["Tensor"], total=False):
     """Tensors of PyTorch.
 
     These are the arguments that do not decide the type of the result.
@@ -299,7 +319,7 @@ class Arguments(Options, ReturnOptions, total=False):
 
 _SUBJECTS: tuple[Any, ...] = (  # in the order of the docstring
     *(FormatOptions, ShortOptions, MaskOptions, BiasOptions, SoftmaxOptions, DropoutOptions, ModOptions),
-    *(LengthOptions, CacheOptions, Fp8Options, RunOptions, ArrayOptions, Options, ReturnOptions),
+    *(LengthOptions, CacheOptions, ListOptions, Fp8Options, RunOptions, ArrayOptions, Options, ReturnOptions),
 )
 NO_TENSORS: tuple[Any, ...] = ()  # compared by identity
 DEFAULTS: dict[str, Any] = {

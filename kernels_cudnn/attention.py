@@ -21,7 +21,6 @@ from flexattn.kernels_cudnn.graphs import (
     FIRST_INPUT,
     Fp8,
     ModInput,
-    Pages,
     Sdpa,
     Strides,
     Uid,
@@ -30,7 +29,7 @@ from flexattn.kernels_cudnn.graphs import (
     frame_uids,
     is_in_memory,
 )
-from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, page_table, queries_with_keys, sides
+from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, queries_with_keys, sides
 from flexattn.kernels_cudnn.mod_nodes import BLIND
 from flexattn.kernels_cudnn.plans import PLANS
 from flexattn.kernels_cudnn.problem import (
@@ -47,8 +46,6 @@ NEG_INF = float("-inf")
 NEVER = 1e30  # the lse of a query that sees no key, so that exp(score - lse) is 0 for any score, -inf included.
 # cuDNN versions that did not read the padding of packed tensors on an NVIDIA H200. No copy is made for them.
 READS_NO_RAGGED_PADDING = {91900}
-# cuDNN versions that do not read the rows of pages past a sequence's keys. Such rows hold any values.
-READS_NO_PAGE_PADDING: set[int] = set()
 KEY_TILE = 128  # keys in a tile of cuDNN's backward. If the last tile is not full, the plan needs a padding mask.
 
 
@@ -95,12 +92,7 @@ def attention_forward(
 
 
 def attention_backward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    gradients: Written,
-    directory: str | None = None,
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, gradients: Written, directory: str | None = None
 ) -> None:
     """Writes the gradients.
 
@@ -127,9 +119,7 @@ def forward_call(
     padding = _padding(x, side_q, side_kv)
     unread_q = padding.q if x.is_fp8 else None  # otherwise padding would count in the maximum of out.
     unread_kv = padding.kv if padding.is_read else None
-    q, k, v = _readable(x, x.q, unread_q), x.k, x.v
-    if x.page_table is None:
-        k, v = _readable(x, k, unread_kv), _readable(x, v, unread_kv)
+    q, k, v = _readable(x, x.q, unread_q), _readable(x, x.k, unread_kv), _readable(x, x.v, unread_kv)
     written, stats = _writable(x, out), _statistics(x, lse)
     buffers: dict[int, Tensor] = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: written, **(numbers or {})}
     if max_logit is None:
@@ -164,12 +154,7 @@ def forward_call(
 
 
 def backward_call(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    gradients: Written,
-    numbers: dict[int, Tensor] | None = None,
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, gradients: Written, numbers: dict[int, Tensor] | None = None
 ) -> Call:
     """Returns the plan and buffers of `attention_backward`, as `forward_call` does for the forward."""
     x = problem
@@ -247,19 +232,10 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
     token_sides = dict.fromkeys((Uid.Q, Uid.OUT, Uid.DOUT, Uid.DQ), (side_q, len_q))
     token_sides |= dict.fromkeys((Uid.K, Uid.V, Uid.DK, Uid.DV), (side_kv, len_kv))
     starts: dict[Uid, tuple[Side, int]] = {}
-    pages = None
-    if x.page_table is not None:
-        table = buffers[Uid.PAGES_K] = buffers[Uid.PAGES_V] = page_table(x)
-        pages = Pages(x.k.shape[0], x.k.shape[1], table.shape[1])
     for uid, (side, length) in token_sides.items():
-        if uid not in buffers:
-            continue
-        tensor = buffers[uid]
-        is_pool = pages is not None and uid in (Uid.K, Uid.V)
-        strides[uid] = token_strides(tensor, tensor.shape[1] if is_pool else length, x.is_ragged and not is_pool)
-        if is_pool:
-            continue
-        starts[Uid[f"STARTS_{uid.name}"]] = (side, _unit_stride(tensor))
+        if uid in buffers:
+            strides[uid] = token_strides(buffers[uid], length, x.is_ragged)
+            starts[Uid[f"STARTS_{uid.name}"]] = (side, _unit_stride(buffers[uid]))
     starts[Uid.STARTS_STATS] = (side_q, x.num_heads if side_q.is_packed else x.num_heads * side_q.tokens)
     if x.is_ragged:
         for side in {id(side): side for side, _ in starts.values()}.values():
@@ -293,7 +269,6 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
         mods=x.mods,
         mod_inputs=tuple(_mod_input(tensor) for tensor in x.mod_inputs),
         fp8=_fp8_dtypes(buffers) if x.is_fp8 else None,
-        pages=pages,
         strides_q=strides[Uid.Q],
         strides_k=strides[Uid.K],
         strides_v=strides[Uid.V],
@@ -374,8 +349,6 @@ def _padding(x: Problem, side_q: Side, side_kv: Side) -> Padding:
     q, is_read = hidden_tokens(side_q, x.batch), not x.is_ragged or x.is_fp8 or _reads_ragged_padding()
     if side_kv is side_q:
         return Padding(q, q, q, is_read)
-    if x.page_table is not None:  # pools are never copied to hide rows past a sequence's keys. `reads_pages` covers that case.
-        return Padding(q, None, blind_queries(x, side_q, side_kv), is_read)
     # cuDNN may skip a sequence without queries, so its keys count as padding.
     queried_kv = side_kv._replace(lengths=side_kv.known_lengths * (side_q.known_lengths > 0))
     return Padding(q, hidden_tokens(queried_kv, x.batch), blind_queries(x, side_q, side_kv), is_read)
@@ -384,19 +357,6 @@ def _padding(x: Problem, side_q: Side, side_kv: Side) -> Padding:
 @functools.cache
 def _reads_ragged_padding() -> bool:
     return cudnn.backend_version() not in READS_NO_RAGGED_PADDING
-
-
-def reads_pages(k: Tensor, v: Tensor) -> bool:
-    """Returns whether cuDNN may read pools of pages without a copy.
-
-    It may if they are aligned, and if the cuDNN version does not read the rows past a sequence's keys.
-    """
-    return _reads_no_page_padding() and has_alignment(k) and has_alignment(v)
-
-
-@functools.cache
-def _reads_no_page_padding() -> bool:
-    return cudnn.backend_version() in READS_NO_PAGE_PADDING
 
 
 def _readable(x: Problem, t: Tensor, hidden: Tensor | None = None) -> Tensor:

@@ -90,9 +90,6 @@ class Uid(enum.IntEnum):
     AMAX_DQ = 55
     AMAX_DK = 56
     AMAX_DV = 57
-    # Inputs of a plan whose keys lie in pages: the pages of each sequence, int32 [b, columns], the same for k and v.
-    PAGES_K = 60
-    PAGES_V = 61
 
 
 FIRST_INPUT = 1000  # the uid of the mods' first input. The others follow.
@@ -115,14 +112,6 @@ class Fp8(NamedTuple):
     gradients: torch.dtype | None = None  # backward only, FP8.
 
 
-class Pages(NamedTuple):
-    """The sizes of K's and V's page pools, [num_pages, page_size, h_kv, d], and the number of the table's columns."""
-
-    num_pages: int
-    page_size: int
-    columns: int
-
-
 class Sdpa(NamedTuple):
     """The description of a plan: everything that it is compiled for. Scale, seeds, lengths and offsets are run-time values."""
 
@@ -143,7 +132,7 @@ class Sdpa(NamedTuple):
     strides_dq: Strides | None = None
     strides_dk: Strides | None = None
     strides_dv: Strides | None = None
-    is_ragged: bool = False  # whether STARTS_* are the starts of sequences, and STATS is [tokens, h]. Pages have no starts.
+    is_ragged: bool = False  # whether STARTS_* are the starts of sequences, and STATS is [tokens, h].
     has_lengths: bool = False  # whether LENGTHS_* are the lengths of sequences. True if the plan is ragged.
     tokens_q: int = 0  # ragged backward only: the largest number of tokens in all sequences together.
     tokens_kv: int = 0
@@ -161,7 +150,6 @@ class Sdpa(NamedTuple):
     mods: Mods | None = None  # with mods, the band and the lengths are pointwise nodes too.
     mod_inputs: tuple[ModInput, ...] = ()
     fp8: Fp8 | None = None
-    pages: Pages | None = None  # forward only. A plan with pages has lengths.
 
 
 class Target(NamedTuple):
@@ -284,10 +272,7 @@ def _fp8_names(arguments: dict[str, object]) -> dict[str, object]:
 
 
 def _inputs(graph: Graph, x: Sdpa) -> dict[str, object]:
-    if x.pages is None:
-        return {"q": _tokens(graph, x, Uid.Q), "k": _tokens(graph, x, Uid.K), "v": _tokens(graph, x, Uid.V)}
-    k, v = _pool(graph, x, Uid.K, x.head_dim_qk, x.strides_k), _pool(graph, x, Uid.V, x.head_dim_v, x.strides_v)
-    return {"q": _tokens(graph, x, Uid.Q), "k": k, "v": v}
+    return {"q": _tokens(graph, x, Uid.Q), "k": _tokens(graph, x, Uid.K), "v": _tokens(graph, x, Uid.V)}
 
 
 def _backward_inputs(graph: Graph, x: Sdpa) -> dict[str, object]:
@@ -301,9 +286,7 @@ def _backward_inputs(graph: Graph, x: Sdpa) -> dict[str, object]:
 
 def _score_arguments(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> dict[str, object]:
     """Returns the arguments of everything between q k^T and the weights. They are the same in both directions."""
-    arguments: dict[str, object] = {
-        "attn_scale": _number(graph, Uid.SCALE, torch.float32),
-    }
+    arguments: dict[str, object] = {"attn_scale": _number(graph, Uid.SCALE, torch.float32)}
     if callbacks is not None:
         arguments["score_mod"] = callbacks.score_mod
     else:
@@ -313,11 +296,6 @@ def _score_arguments(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> dict
             arguments["use_padding_mask"] = True
         for name, uid in (("seq_len_q", Uid.LENGTHS_Q), ("seq_len_kv", Uid.LENGTHS_KV)):
             arguments[name] = _tensor(graph, uid, (x.batch, 1, 1, 1), (1, 1, 1, 1), torch.int32)
-    if x.pages is not None:
-        for name, uid in (("paged_attention_k_table", Uid.PAGES_K), ("paged_attention_v_table", Uid.PAGES_V)):
-            columns = x.pages.columns
-            arguments[name] = _tensor(graph, uid, (x.batch, 1, columns, 1), (columns, columns, 1, 1), torch.int32)
-        arguments["paged_attention_max_seq_len_kv"] = x.len_kv
     if x.bias_shape is not None:
         assert x.bias_strides is not None
         assert x.bias_dtype is not None
@@ -406,11 +384,6 @@ def _tokens(graph: Graph, x: Sdpa, uid: Uid) -> GraphTensor:
     if x.is_ragged:
         tensor.set_ragged_offset(_starts(graph, x, Uid[f"STARTS_{uid.name}"]))
     return tensor
-
-
-def _pool(graph: Graph, x: Sdpa, uid: Uid, head_dim: int, strides: Strides) -> GraphTensor:
-    assert x.pages is not None
-    return _tensor(graph, uid, (x.pages.num_pages, x.num_heads_kv, x.pages.page_size, head_dim), (*strides, 1), x.dtype)
 
 
 def _output(graph: Graph, x: Sdpa, tensor: GraphTensor, uid: Uid) -> None:

@@ -43,10 +43,6 @@ def sides(x: Problem, has_lengths: bool) -> tuple[Side, Side]:
     q = _side(x.q, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.longest_q, x.batch, batch, x.is_ragged, has_lengths)
     if is_self_attention(x):
         return q, q
-    if x.page_table is not None:
-        assert x.cu_seqlens_kv is not None
-        lengths = x.cu_seqlens_kv.index_select(0, _rows(x.batch, batch, x.q.device)).diff().clamp_(0, x.longest_kv)
-        return q, Side(lengths, None, False, x.longest_kv)
     return q, _side(x.k, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.longest_kv, x.batch, batch, x.is_ragged, has_lengths)
 
 
@@ -59,8 +55,6 @@ def queries_with_keys(q: Side, kv: Side) -> Side:
 
 def is_self_attention(x: Problem) -> bool:
     """Returns whether queries and keys are known to have the same lengths and starts, without reading data."""
-    if x.page_table is not None:
-        return False
     has_same_lengths = x.cu_seqlens_q is x.cu_seqlens_kv and x.cu_seqlens_q_padded is x.cu_seqlens_kv_padded
     return has_same_lengths and x.longest_q == x.longest_kv and x.q.shape[:-2] == x.k.shape[:-2]
 
@@ -92,20 +86,6 @@ def _side(
     if cu_padded is not None:
         lengths = torch.minimum(lengths, tokens - starts[:-1])
     return Side(lengths.clamp_(0, longest), starts, True, tokens, cu_padded is not None)
-
-
-def page_table(x: Problem) -> Tensor:
-    """Returns the plan's table, int32 [plan batch, columns of its longest keys]. It does not wait for the device.
-
-    All ids are clamped to existing pages, so that cuDNN reads nothing outside of the pools. That includes the ids past a sequence's
-    keys, which cuDNN may look up. Lengths are clamped in `sides`.
-    """
-    assert x.page_table is not None
-    batch, _, longest = x.sizes
-    columns = -(-longest // x.k.shape[1])
-    table = x.page_table[:, :columns].clamp(0, x.k.shape[0] - 1)
-    missing = columns - table.shape[1], batch - table.shape[0]
-    return torch.nn.functional.pad(table, (0, missing[0], 0, missing[1])) if any(missing) else table
 
 
 def hidden_tokens(side: Side, batch: int) -> Tensor:

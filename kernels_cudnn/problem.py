@@ -48,8 +48,6 @@ class Problem:
     # Inputs of the mods, in their order: numbers as 0-d tensors on the CPU, other tensors as [b | 1, h | 1, sq | 1, skv | 1] of
     # `sizes`.
     mod_inputs: tuple[Tensor, ...] = ()
-    # int32 [b, columns]. With a page table, k and v are pools [pages, page_size, h_kv, d], and both cu_seqlens are set.
-    page_table: Tensor | None = None
     is_bucketed: bool = False  # whether a dense problem runs on a plan for rounded-up sizes. Packed problems always do.
 
     @functools.cached_property
@@ -66,7 +64,7 @@ class Problem:
 
     @functools.cached_property
     def longest_kv(self) -> int:
-        return self.max_seqlen_kv if self.k.dim() == 3 or self.page_table is not None else self.k.shape[1]
+        return self.max_seqlen_kv if self.k.dim() == 3 else self.k.shape[1]
 
     @property
     def is_fp8(self) -> bool:
@@ -79,10 +77,7 @@ class Problem:
 
     @functools.cached_property
     def is_ragged(self) -> bool:
-        """Returns whether each sequence begins at its own offset. If so, the plan is for rounded-up sizes.
-
-        Keys in pages are always found through the table.
-        """
+        """Returns whether each sequence begins at its own offset. If so, the plan is for rounded-up sizes."""
         return self.is_bucketed or self.q.dim() == 3 or self.k.dim() == 3
 
     @property

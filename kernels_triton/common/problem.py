@@ -197,6 +197,9 @@ class Problem:
     seqused_q: Tensor | None = None  # int32 [b], tokens that a sequence uses of its slot or row; None: all of them
     seqused_kv: Tensor | None = None
     page_table: Tensor | None = None  # int32 [b, columns]; k and v are then [pages, page size, h_kv, d]; forward only
+    kv_indices: Tensor | None = None  # int32 [b, sq, 1 | h_kv, n], [total_q, 1 | h_kv, n] for packed q, contiguous
+    kv_index_counts: Tensor | None = None  # int32, the same without the last dim; None: all entries of a list count
+    kv_block: int = 1  # keys of a block that an entry of kv_indices names
     max_seqlen_q: int = 0  # used for [total, h, d], and for keys in pages; otherwise the sequence dim counts
     max_seqlen_kv: int = 0
     mods: Mods | None = None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from flexattn.bench import record, rows
+from flexattn.bench import record, rows, tiles
 from flexattn.bench.counts import band_of
+from flexattn.bench.implementations import KERNELS, committed_tile
+from flexattn.bench.implementations import recorded as recorded_launches_of
+from flexattn.bench.inputs import make_tensors
 from flexattn.bench.record import Record, Row
 from flexattn.bench.rows import contradictions, emit, faster_rows, swept, tile_rows
 from flexattn.bench.shapes import WORKLOADS, Workload, sweep
@@ -18,7 +24,7 @@ from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common import tiles as configs
 from flexattn.kernels_triton.common.crossovers import Rule
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
-from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.device import Tile, pretended_device
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "bench" / "results"
@@ -89,6 +95,69 @@ def test_only_workloads_where_all_were_measured_count() -> None:
     [found] = swept(recorded(measured))
     assert (found.head_dims, found.slot, found.committed, found.best) == (128, "tile", committed, tile)
     assert {t: round(us) for t, us in found.times.items()} == {tile: 100, Tile(128, 64, 8, 3): 120}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "slot"),
+    [
+        ("sweep-d64-causal-s4096", "forward", "tile"),
+        ("sweep-d128-full-s1024", "dq", "open"),
+        ("sweep-d256-causal-s1024", "dkdv", "short"),
+        ("decode-kv2048", "forward", "few"),
+        ("score-relative-bias", "dkdv", "loaded"),
+    ],
+)
+def test_a_candidate_for_older_gpus_is_launched_with_its_tile(name: str, kernel: str, slot: str) -> None:
+    """Each candidate parses, and the committed tiles are among them."""
+    workload = WORKLOADS[name].shortened(64, most_sequences=1)._replace(name=name)
+    names = tiles.older_tiles(kernel, WORKLOADS[name])
+    assert [tiles.tile_name(tiles.parse_tile(x)) for x in names] == names
+    assert {tiles.tile_name(committed_tile(kernel, WORKLOADS[name], sm)) for sm in (80, 86)} <= set(names)
+    assert rows.slot_of(WORKLOADS[name]) == slot
+    found = {x.name: x for x in tiles.tile_implementations([WORKLOADS[name]])}
+    chosen = found[f"{tiles.PORTABLE_TILE} {kernel} {names[-1]}"]
+    direction = KERNELS[kernel][0]
+    assert chosen.serves(WORKLOADS[name], direction)
+    assert not chosen.serves(WORKLOADS["sweep-d64-causal-s16384"], direction)
+    with pretended_device(80, 108):
+        launches = recorded_launches_of(lambda: chosen.prepare(workload, make_tensors(workload, "cpu"), direction), kernel)
+    assert {launch.tile for launch in launches} == {tiles.parse_tile(names[-1])}
+
+
+def test_rows_of_older_gpus_are_the_fastest_candidates() -> None:
+    causal, full, one = sweep(64, "causal", 4096), sweep(64, "full", 4096), WORKLOADS["decode-kv2048"]
+    found = recorded(
+        [
+            ("flexattn portable tile dq 64x64x4x2", causal, "backward", 200.0),
+            ("flexattn portable tile dq 128x64x4x2", causal, "backward", 100.0),
+            ("flexattn portable tile dq 32x32x4x2", full, "backward", 100.0),
+            ("flexattn portable tile forward 16x64x4x2", one, "forward", 10.0),
+            ("flexattn portable", causal, "forward", 120.0),
+            ("SDPA flash", causal, "forward", 100.0),
+        ]
+    )
+    lines = emit({"x.json": found._replace(device={**found.device, "name": "sm_80 code on an NVIDIA H200"})}).splitlines()
+    assert lines[0] == "kernels_triton/common/tiles.py:"
+    assert lines[1].startswith("DQ[80, 2]: Row(128, Tile(128, 64, 4, 2), Tile(")
+    assert "few=Tile(16, 64, 4, 2)),  # few 10 us; the committed" in lines[2]
+    assert lines[4:] == [
+        'Rule(use="sdpa", mask="causal", tokens=(4096, 4096), capability=80, direction="forward", dtype="bfloat16", '
+        'head_dim_qk=64, head_dim_v=64, layout="dense", kind="plain", gain=1.2, source="x.json"),'
+    ]
+
+
+def test_tiles_for_few_queries_are_the_fastest_ones_on_file() -> None:
+    """Tiles of one stage do not count, because a row also serves head dims in two parts."""
+    found = json.loads((RESULTS / "older_tiles_h200.json").read_text("utf-8"))["rows"]
+    for (sm, capability), (width, head_dim) in itertools.product(
+        {80: 80, 89: 86}.items(), {128: 64, 192: 96, 256: 128, 384: 192, 512: 256}.items()
+    ):
+        cells = [f"s{length}@{sm}" for length in (1024, 4096)]
+        decodes = [row for row in found if (row["kernel"], row.get("head_dim")) == ("decode", head_dim)]
+        timed = {row["tile"]: math.prod(row["ms"][cell] for cell in cells) for row in decodes if cells[-1] in row.get("ms", {})}
+        few = configs.row_of(FORWARD, capability, 2, width).few
+        assert few is not None
+        assert tiles.tile_name(few) == min((tile for tile in timed if not tile.endswith("x1")), key=lambda tile: timed[tile])
 
 
 def rule(direction: str, mask: str, tokens: tuple[int, int], gain: float, source: str = "x.json", **more: Any) -> Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from flexattn.integrations.te import Float8CurrentScalingQuantizer, fused_attn_b
 from flexattn.kernels_cudnn import attention, fp8
 from flexattn.kernels_cudnn import plans as plans_module
 from flexattn.kernels_cudnn.attention import Written
-from flexattn.kernels_cudnn.fp8 import Descales, GradientScales, fp8_call
+from flexattn.kernels_cudnn.fp8 import Descales, fp8_call
 from flexattn.kernels_cudnn.fp8_rules import RULES, Fp8Call, fp8_error
+from flexattn.kernels_cudnn.graphs import Uid
 from flexattn.kernels_cudnn.plans import PlanNotSupported
 from flexattn.kernels_cudnn.problem import without_data
 from flexattn.kernels_triton.common import crossovers
@@ -81,39 +83,32 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
-    """Results in fp32 and in FP8 as requested; the plan that is built ahead is the plan that runs."""
     case = make_case(**CASES[name])
     ref_out, ref_lse = case.reference()
     budget = rounded_attention(case)
-    out, lse, told = forward(case, torch.float32)
+    out, lse = forward(case, torch.float32)
     check_close("out", out, ref_out, budget.out)
     check_close("lse", lse, ref_lse, budget.lse, atol=1e-4)
-    out8, _, told8 = forward(case, case.given.q.dtype)
-    assert torch.equal(out8.float() * told8.descale, out)
-    reached = ref_out.abs().max()
-    assert abs(float(told.amax) - reached) < 0.1 * reached
     if takes_backward(case):
         exact = case.reference_gradients()
-        for given_out, descale in ((out8, told8.descale), (out.bfloat16(), None)):
-            grads, _ = backward(case, given_out, descale, lse, torch.float32)
-            for what, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget.gradients, strict=True):
-                check_close(what, got, ref, eager, factor=GRADIENT_FACTOR)
+        grads = backward(case, out.bfloat16(), lse, torch.float32)
+        for what, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget.gradients, strict=True):
+            check_close(what, got, ref, eager, factor=GRADIENT_FACTOR)
     else:
-        with pytest.raises(PlanNotSupported, match=r"backward (supports|does not support)"):
-            backward(case, out8, told8.descale, lse, torch.float32)
+        assert re.search("backward (supports|does not support)", str(cudnn_backend.rule_error(as_call(case)[0], "backward")))
     assert all(sdpa.strides_out[2] % 16 == 0 for sdpa in emulated.asked)
 
 
 @pytest.mark.parametrize("name", ["bshd", "lengths, sbhd", "empty sequences", "thd with gaps"])
 def test_the_plan_that_is_asked_for_ahead_is_the_one_that_runs(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
     case = make_case(**CASES[name])
-    out, lse, _ = forward(case, torch.bfloat16)
+    out, lse = forward(case, torch.bfloat16)
     problem, spec = case.problem(), case.spec
     shadows = {field: without_data(t) for field, t in vars(problem).items() if isinstance(t, torch.Tensor)}
     ahead = fp8_call(type(problem)(**(vars(problem) | shadows)), without_data(as_bshd(out, spec.q_format)), without_data(lse))
     assert ahead.sdpa == emulated.asked[-1]
     if takes_backward(case):
-        backward(case, out, None, lse, torch.bfloat16)
+        backward(case, out, lse, torch.bfloat16)
         grads = (torch.empty(t.shape, dtype=torch.bfloat16, device="meta") for t in (case.given.q, case.given.k, case.given.v))
         views = (as_bshd(t, f) for t, f in zip(grads, (spec.q_format, spec.kv_format, spec.kv_format), strict=True))
         dout = without_data(as_bshd(case.dout, spec.q_format))
@@ -127,33 +122,18 @@ def test_the_plan_that_is_asked_for_ahead_is_the_one_that_runs(name: str, emulat
         assert ahead.sdpa == emulated.asked[-1]
 
 
-def test_scales_that_are_given_take_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    monkeypatch.setattr(fp8, "execute", lambda *args: runs.append(1) or cudnn_emulator.execute(*args))
+def test_learned_scales_use_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two or three runs take the largest gradient to the end of the dtype's range, and none past it."""
+    runs: list[dict[int, torch.Tensor]] = []
+    monkeypatch.setattr(fp8, "execute", lambda *args: runs.append(args[1]) or cudnn_emulator.execute(*args))
     for dout_dtype, learning in ((E5M2, 2), (E4M3, 3)):
         case = make_case(**EQUAL, dout_dtype=dout_dtype)
-        out8, lse, told = forward(case, E4M3)
+        out, lse = forward(case, torch.bfloat16)
         runs.clear()
-        first, learned = backward(case, out8, told.descale, lse, torch.float32)
+        backward(case, out, lse, torch.float32)
         assert len(runs) == learning
-        scales = GradientScales(*(quantized.descale.reciprocal() for quantized in learned))
-        again, kept = backward(case, out8, told.descale, lse, torch.float32, scales=scales)
-        assert len(runs) == learning + 1
-        for a, b in zip(first, again, strict=True):
-            torch.testing.assert_close(a, b, rtol=0.3 if dout_dtype is E5M2 else 0.15, atol=float(b.abs().max()) / 16)
-        for a, b in zip(learned, kept, strict=True):
-            assert float(a.amax) == pytest.approx(float(b.amax), rel=0.05)
-
-
-def test_scales_of_the_results_use_the_range() -> None:
-    """Learned scales take the largest gradient to the end of the dtype's range, and none past it."""
-    for dout_dtype in (E5M2, E4M3):
-        case = make_case(**EQUAL, dout_dtype=dout_dtype)
-        out8, lse, told = forward(case, E4M3)
-        grads, told_of = backward(case, out8, told.descale, lse, dout_dtype)
-        for grad, quantized in zip(grads, told_of[1:], strict=True):
-            assert grad.float().abs().max() == torch.finfo(dout_dtype).max
-            assert float(quantized.descale) * torch.finfo(dout_dtype).max == pytest.approx(float(quantized.amax), rel=1e-5)
+        for uid in (Uid.DQ, Uid.DK, Uid.DV):
+            assert runs[-1][uid].float().abs().max() == torch.finfo(dout_dtype).max
 
 
 def test_zeros_are_right() -> None:
@@ -161,22 +141,19 @@ def test_zeros_are_right() -> None:
     zero = case._replace(given=case.given._replace(**{name: torch.zeros_like(getattr(case.given, name)) for name in "qkv"}))
     one = torch.ones(1)
     zero = zero._replace(descales=Descales(one, one, one), dout=torch.zeros_like(case.dout), descale_dout=one)
-    out, lse, told = forward(zero, torch.float32)
+    out, lse = forward(zero, torch.float32)
     assert not out.any()
     torch.testing.assert_close(lse, torch.full_like(lse, 133.0).log())
-    grads, told_of = backward(zero, out.bfloat16(), None, lse, torch.float32)
-    assert not any(grad.any() for grad in grads)
-    assert float(told.amax) == 0.0
-    assert all(float(quantized.descale) == 1.0 for quantized in told_of[1:])
+    assert not any(grad.any() for grad in backward(zero, out.bfloat16(), lse, torch.float32))
 
 
 @pytest.mark.parametrize("lengths", [([0, 0], [5, 7]), ([5, 7], [0, 0])], ids=["no query", "no key"])
 def test_nothing_to_run(lengths: tuple[list[int], list[int]], emulated: cudnn_emulator.EmulatedPlans) -> None:
     case = make_case(lengths_q=lengths[0], lengths_kv=lengths[1], padding=True)
-    out, lse, _ = forward(case, torch.float32)
+    out, lse = forward(case, torch.float32)
     assert not out.any()
     assert (lse == -torch.inf).all()
-    grads, _ = backward(case, out.bfloat16(), None, lse, torch.float32)
+    grads = backward(case, out.bfloat16(), lse, torch.float32)
     assert not any(grad.any() for grad in grads)
     assert emulated.asked == []
 
@@ -184,24 +161,19 @@ def test_nothing_to_run(lengths: tuple[list[int], list[int]], emulated: cudnn_em
 def test_a_scale_that_is_expanded_is_one_scale() -> None:
     """Every granularity arrives as [b, h, blocks]."""
     case = make_case(**EQUAL)
-    expected, _, _ = forward(case, torch.float32)
+    expected, _ = forward(case, torch.float32)
     numbers = torch.stack([torch.zeros(1), *case.descales]).flatten()  # off 16 bytes
     case = case._replace(descales=Descales(*(number.expand(2, 4, 1) for number in numbers[1:, None, None, None])))
     assert torch.equal(forward(case, torch.float32)[0], expected)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 4, 1), (1, 1, 3)], ids=["batch", "head", "block"])
-def test_other_granularities_are_refused(shape: tuple[int, ...]) -> None:
-    case = make_case(**EQUAL)
-    for name in "qkv":
-        with pytest.raises(PlanNotSupported, match="one scale per FP8 tensor"):
-            forward(case._replace(descales=case.descales._replace(**{name: torch.ones(shape)})), torch.float32)
-    out = torch.empty_like(case.x.q, dtype=torch.bfloat16)
-    lse = torch.empty(2, 4, 150)
-    with pytest.raises(PlanNotSupported, match="one scale per FP8 tensor"):
-        backward(case._replace(descale_dout=torch.ones(shape)), out, None, lse, torch.float32)
-    with pytest.raises(TypeError, match=r"descale_k is torch\.float16; accepted: torch\.float32"):
-        forward(case._replace(descales=case.descales._replace(k=torch.ones(1, dtype=torch.float16))), torch.float32)
+@pytest.mark.parametrize("dims", [(True, False, False), (False, True, False), (False, False, True)], ids=["batch", "head", "block"])
+def test_other_granularities_are_refused(dims: tuple[bool, bool, bool]) -> None:
+    spec, _ = as_call(make_case(**EQUAL))
+    assert spec.fp8 is not None
+    for direction in ("forward", "backward"):
+        reason = cudnn_backend.rule_error(spec._replace(fp8=spec.fp8._replace(descale_dims=dims)), direction)
+        assert "one scale per FP8 tensor" in str(reason)
 
 
 HANGS = {
@@ -236,7 +208,7 @@ def test_what_may_never_end_is_refused_before_it_is_built() -> None:
 def test_a_window_under_which_each_query_sees_a_key_runs() -> None:
     """The last of 150 queries sees key 139 of 140."""
     case = make_case(lengths_q=[150], lengths_kv=[140], call={"window_size": (10, -1), "bottom_right_diagonal": False})
-    out, _, _ = forward(case, torch.float32)
+    out, _ = forward(case, torch.float32)
     check_close("out", out, case.reference()[0], rounded_attention(case).out)
 
 
@@ -309,7 +281,6 @@ CALL = Fp8Call("forward", 128, 128)
 # For each rule, in its order: a call that it refuses, and a close one that no rule refuses.
 AGAINST: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"per_tensor": False}, {}),
-    ({"one_dtype": False}, {}),
     ({"head_dim_v": 272}, {"head_dim_v": 256}),
     ({"head_dim_qk": 40, "head_dim_v": 40}, {"head_dim_qk": 256, "head_dim_v": 16}),
     ({"direction": "backward", "head_dim_qk": 64}, {"direction": "backward"}),
@@ -321,7 +292,6 @@ AGAINST: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"has_mods": True}, {}),
     ({"has_dropout": True}, {}),
     ({"wants_max": True}, {"direction": "backward", "wants_max": True}),
-    ({"direction": "backward", "is_deterministic": True}, {"is_deterministic": True}),
 ]
 
 

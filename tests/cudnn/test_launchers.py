@@ -41,8 +41,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     monkeypatch.setattr(plans_module, "PLANS", plans)  # `prepare` asks there
     monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: request.param)
     monkeypatch.setattr(cudnn_emulator, "reads_ragged_padding", request.param)
-    monkeypatch.setattr(attention, "_reads_no_page_padding", lambda: not request.param)
-    monkeypatch.setattr(cudnn_emulator, "reads_page_padding", request.param)
     for kept in (cudnn_backend.exact_shapes, cudnn_backend.prepared_calls):
         kept.clear()
     yield plans

@@ -1,4 +1,4 @@
-"""cuDNN's forward over pages of keys: the launchers around an emulated cuDNN, its refusals, and real plans."""
+"""cuDNN's forward over pages of keys, which are gathered: the launchers around an emulated cuDNN, and its refusals."""
 
 from __future__ import annotations
 
@@ -36,17 +36,14 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["gathered", "by table"])
-def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[cudnn_emulator.EmulatedPlans]:
-    """cuDNN in plain torch: a version that reads past the keys, and one that does not."""
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[cudnn_emulator.EmulatedPlans]:
+    """cuDNN in plain torch."""
     plans = cudnn_emulator.EmulatedPlans()
     monkeypatch.setattr(launchers, "execute", cudnn_emulator.execute)
     monkeypatch.setattr(launchers, "PLANS", plans)
     monkeypatch.setattr(plans_module, "PLANS", plans)
-    monkeypatch.setattr(launchers, "_reads_ragged_padding", lambda: request.param)
-    monkeypatch.setattr(launchers, "_reads_no_page_padding", lambda: not request.param)
-    monkeypatch.setattr(cudnn_emulator, "reads_ragged_padding", request.param)
-    monkeypatch.setattr(cudnn_emulator, "reads_page_padding", request.param)
+    monkeypatch.setattr(launchers, "_reads_ragged_padding", lambda: True)
     forget()
     yield plans
     forget()
@@ -100,11 +97,8 @@ def check(spec: AttentionSpec, x: Operands, emulated: cudnn_emulator.EmulatedPla
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "thd"])
 @pytest.mark.parametrize("name", CALLS)
-def test_features(name: str, packed: bool, emulated: cudnn_emulator.EmulatedPlans, request: pytest.FixtureRequest) -> None:
-    spec, x = call_of(**arguments(packed=packed, **CALLS[name]))
-    check(spec, x, emulated)
-    by_table = "by table" in request.node.name
-    assert (emulated.asked[-1].pages is not None) == by_table
+def test_features(name: str, packed: bool, emulated: cudnn_emulator.EmulatedPlans) -> None:
+    check(*call_of(**arguments(packed=packed, **CALLS[name])), emulated)
 
 
 @pytest.mark.sample("packed", "layout", "page_size")
@@ -144,13 +138,11 @@ def test_values_out_of_range_read_nothing_outside(emulated: cudnn_emulator.Emula
     assert not out[:1, : COUNTS[0]].isnan().any()
 
 
-def test_pools_off_16_bytes_are_gathered(emulated: cudnn_emulator.EmulatedPlans) -> None:
+def test_pools_off_16_bytes(emulated: cudnn_emulator.EmulatedPlans) -> None:
     given = arguments()
     k = given["k"]
     wide = torch.empty(*k.shape[:-1], DIM + 4, dtype=k.dtype)[..., 2 : DIM + 2]
-    spec, x = call_of(**(given | {"k": wide.copy_(k)}))
-    check(spec, x, emulated)
-    assert emulated.asked[-1].pages is None
+    check(*call_of(**(given | {"k": wide.copy_(k)})), emulated)
 
 
 def test_plans_are_shared_beyond_some_shapes(emulated: cudnn_emulator.EmulatedPlans, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,26 +165,6 @@ def test_a_new_bound_and_a_new_pool_are_new_shapes(
         x = x._replace(k=torch.cat((x.k, x.k)), v=torch.cat((x.v, x.v)))
     check(spec, x, emulated)
     assert emulated.asked[-1].len_kv == 384
-
-
-def test_what_a_plan_depends_on_is_in_its_key(emulated: cudnn_emulator.EmulatedPlans, request: pytest.FixtureRequest) -> None:
-    if "gathered" in request.node.name:
-        pytest.skip("a gathered call has a dense plan")
-    plans = []
-    for page_size, layout, most in (
-        (16, "bshd", 304),
-        (64, "bshd", 304),
-        (16, "interleaved", 304),
-        (16, "bhsd", 304),
-        (16, "bshd", 288),
-    ):
-        spec, x = call_of(**arguments(page_size, layout, max_seqlen_kv=most))
-        cudnn_backend.prepare(spec, x, "forward")
-        plans.append(emulated.asked[-1])
-    more = x._replace(k=torch.cat((x.k, x.k)), v=torch.cat((x.v, x.v)))
-    cudnn_backend.prepare(spec, more, "forward")
-    plans.append(emulated.asked[-1])
-    assert len(set(plans)) == len(plans)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "thd"])

@@ -14,7 +14,6 @@ if reason := why_not():
 
 import flexattn
 from flexattn.kernels_cudnn import fp8
-from flexattn.kernels_cudnn.fp8 import GradientScales
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_dout, make_inputs
 from tests.support.fp8_cases import E4M3, E5M2, Case, backward, forward, make_case, rounded_attention, takes_backward
 
@@ -87,17 +86,14 @@ WINDOWS: dict[str, dict[str, Any]] = {
 def check(case: Case) -> None:
     budget = rounded_attention(case)
     ref_out, ref_lse = case.reference()
-    out, lse, told = forward(case, torch.float32)
+    out, lse = forward(case, torch.float32)
     check_close("lse", lse, ref_lse, budget.lse)
     check_close("out", out, ref_out, budget.out)
-    assert float(told.amax) == pytest.approx(float(ref_out.abs().max()), rel=0.1)
     if takes_backward(case):
-        grads, told_of = backward(case, out.bfloat16(), None, lse, torch.float32)
+        grads = backward(case, out.bfloat16(), lse, torch.float32)
         exact = case.reference_gradients()
         for name, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget.gradients, strict=True):
             check_close(name, got, ref, eager, factor=GRADIENT_FACTOR)
-        for quantized, ref in zip(told_of[1:], exact[:3], strict=True):
-            assert float(quantized.amax) == pytest.approx(float(ref.abs().max()), rel=0.3, abs=0.2)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -125,7 +121,7 @@ def test_backward_of_a_window_that_the_forward_refuses() -> None:
     case = make_case(**UNEVEN, call=top_left(20, 20, attn_mask_type="padding"), device="cuda")
     ref_out, ref_lse = case.reference()
     budget = rounded_attention(case)
-    grads, _ = backward(case, ref_out.bfloat16(), None, ref_lse.float(), torch.float32)
+    grads = backward(case, ref_out.bfloat16(), ref_lse.float(), torch.float32)
     for name, got, ref, eager in zip(("dq", "dk", "dv"), grads, case.reference_gradients()[:3], budget.gradients, strict=True):
         check_close(name, got, ref, eager, factor=GRADIENT_FACTOR)
 
@@ -144,10 +140,10 @@ def test_very_negative_lse_gives_no_nan(skv: int) -> None:
 
 def test_a_nan_stays_in_its_row() -> None:
     case = make_case(**TILES, device="cuda")
-    clean, _, _ = forward(case, torch.float32)
+    clean, _ = forward(case, torch.float32)
     q = case.given.q.clone()
     q.view(torch.uint8)[0, 17, 2, 5] = 0x7F  # NaN
-    out, lse, _ = forward(case._replace(given=case.given._replace(q=q)), torch.float32)
+    out, lse = forward(case._replace(given=case.given._replace(q=q)), torch.float32)
     assert out[0, 17, 2].isnan().all()
     assert lse[0, 2, 17].isnan()
     out[0, 17, 2] = clean[0, 17, 2]
@@ -158,30 +154,20 @@ def test_zeros_are_right() -> None:
     case = make_case(**EQUAL, device="cuda")
     zeros = {name: torch.zeros_like(getattr(case.given, name)) for name in "qkv"}
     case = case._replace(given=case.given._replace(**zeros), dout=torch.zeros_like(case.dout))
-    out, lse, _ = forward(case, torch.float32)
+    out, lse = forward(case, torch.float32)
     assert not out.any()
     torch.testing.assert_close(lse, torch.full_like(lse, 389.0).log())
-    grads, _ = backward(case, out.bfloat16(), None, lse, torch.float32)
+    grads = backward(case, out.bfloat16(), lse, torch.float32)
     assert not any(grad.any() for grad in grads)
 
 
 def test_forwards_repeat_to_the_bit() -> None:
     case = make_case(lengths_q=[1311, 1311], device="cuda", call=CAUSAL)
-    first = forward(case, E4M3)
+    first = forward(case, torch.float32)
     for _ in range(16):
-        again = forward(case, E4M3)
-        assert torch.equal(again[0].view(torch.uint8), first[0].view(torch.uint8))
+        again = forward(case, torch.float32)
+        assert torch.equal(again[0], first[0])
         assert torch.equal(again[1], first[1])
-
-
-def test_scales_that_are_given() -> None:
-    case = make_case(**EQUAL, device="cuda", call=CAUSAL)
-    out, lse, _ = forward(case, torch.bfloat16)
-    first, learned = backward(case, out, None, lse, torch.float32)
-    scales = GradientScales(*(quantized.descale.reciprocal() for quantized in learned))
-    again, _ = backward(case, out, None, lse, torch.float32, scales=scales)
-    for a, b in zip(first, again, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.26, atol=float(b.abs().max()) / 64)  # one rounding of e5m2
 
 
 def leaves_of(inputs: Any) -> list[torch.Tensor]:

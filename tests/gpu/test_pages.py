@@ -13,8 +13,6 @@ pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 
 from flexattn import attention
 from flexattn.dispatch import cudnn_backend
-from flexattn.kernels_cudnn import attention as launchers
-from flexattn.kernels_cudnn.plans import PLANS
 from flexattn.testing import check_close, reference_attention
 from tests.cudnn.test_pages import CALLS, arguments, call_of, int32
 from tests.support.pages import LAYOUTS
@@ -31,40 +29,30 @@ def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check(monkeypatch: pytest.MonkeyPatch, by_table: bool, **given: Any) -> None:
+def check(**given: Any) -> None:
     if cudnn_backend.device_error("cuda", torch.cuda.get_device_capability()):
         pytest.skip("cuDNN is not to be had")
-    monkeypatch.setattr(launchers, "_reads_no_page_padding", lambda: by_table)
     spec, x = call_of(**given)
-    PLANS.clear()
     results = attention(**on_gpu(given), return_lse=True, backend="cudnn")
-    assert any(plan.sdpa.pages is not None for plan in PLANS.inspect()) == by_table
     exact, same = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
     for name, got, want, budget in zip(("out", "lse", "max_logit"), results, exact, same, strict=False):
         check_close(name, got.cpu(), want, budget)
 
 
-def is_proved() -> bool:
-    return launchers._reads_no_page_padding()
-
-
-@pytest.mark.parametrize("by_table", [False, True])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "thd"])
 @pytest.mark.parametrize("name", CALLS)
-def test_cudnn_over_pages(name: str, packed: bool, by_table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by_table and not is_proved():
-        pytest.skip("this version of cuDNN was not seen to leave unused rows of pages alone")
-    check(monkeypatch, by_table, **arguments(packed=packed, **CALLS[name]))
+def test_cudnn_over_pages(name: str, packed: bool) -> None:
+    check(**arguments(packed=packed, **CALLS[name]))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "thd"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_size", [1, 8, 64, 256])
-def test_cudnn_over_pages_of_all_sizes(page_size: int, layout: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch, is_proved(), **arguments(page_size, layout, packed))
+def test_cudnn_over_pages_of_all_sizes(page_size: int, layout: str, packed: bool) -> None:
+    check(**arguments(page_size, layout, packed))
 
 
-def test_cudnn_over_pages_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_over_pages_in_a_graph() -> None:
     """Tables and lengths change between replays, and so do a table's entries past the keys."""
     if cudnn_backend.device_error("cuda", torch.cuda.get_device_capability()):
         pytest.skip("cuDNN is not to be had")

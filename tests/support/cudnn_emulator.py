@@ -18,7 +18,6 @@ from tests.support.cudnn_mod_graph import ModGraph, Value
 
 TILE = 128
 reads_ragged_padding = True  # as versions of cuDNN may that nobody has tried
-reads_page_padding = True
 NEG_INF = float("-inf")
 NAN = float("nan")
 
@@ -99,7 +98,7 @@ def _backward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: i
         part = ds[None, :, :len_q, :len_kv]
         for dim in (1, 2, 3):
             part = part.sum(dim, keepdim=True) if target.shape[dim] == 1 else part
-        target[b if target.shape[0] > 1 else 0] += part[0].to(target.dtype)
+        target[b if target.shape[0] > 1 else 0][:, : part.shape[2], : part.shape[3]] += part[0].to(target.dtype)
     if x.has_sink:
         target = buffers[Uid.DSINK]
         if b == 0:
@@ -204,8 +203,6 @@ def _scores(
 
 def _read(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:
     """Returns [h, whole tiles of tokens, d] in fp32, up to the end of the memory."""
-    if x.pages is not None and uid in (Uid.K, Uid.V):
-        return _read_pages(x, buffers, uid, b, length)
     strides = _strides(x, uid)
     start = _start(x, buffers, uid, b)
     most = buffers[uid].untyped_storage().nbytes() // buffers[uid].element_size() - buffers[uid].storage_offset()
@@ -218,24 +215,6 @@ def _read(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) ->
     read = length if x.is_ragged and not reads_ragged_padding else tokens
     found = _strided(buffers[uid], (heads, read, head_dim), (strides[1], strides[2], 1), start).float()
     return torch.nn.functional.pad(found, (0, 0, 0, tokens - read))
-
-
-def _read_pages(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:
-    assert x.pages is not None
-    table, pool = buffers[Uid[f"PAGES_{uid.name}"]], buffers[uid]
-    assert table.shape == (x.batch, x.pages.columns)
-    assert table.dtype is torch.int32
-    assert table.is_contiguous()
-    assert ((table >= 0) & (table < x.pages.num_pages)).all(), "an entry that may be looked up names no page"
-    assert x.len_kv <= x.pages.columns * x.pages.page_size
-    assert pool.shape[:2] == (x.pages.num_pages, x.pages.page_size)
-    heads, head_dim = _shape(x, uid)
-    strides = _strides(x, uid)
-    pages = _strided(pool, (*pool.shape[:2], heads, head_dim), (strides[0], strides[2], strides[1], 1), 0)
-    tokens = min(-(-length // TILE) * TILE, x.len_kv)
-    assert length <= tokens
-    found = pages[table[b].long()].flatten(0, 1)[: tokens if reads_page_padding else length].transpose(0, 1).float()
-    return torch.nn.functional.pad(found, (0, 0, 0, tokens - found.shape[1]))
 
 
 def _view(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:

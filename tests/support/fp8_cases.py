@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, empty_outputs
 from flexattn.kernels_cudnn.attention import Written
-from flexattn.kernels_cudnn.fp8 import Descales, GradientsQuantized, Incoming, Quantized, fp8_backward, fp8_forward
+from flexattn.kernels_cudnn.fp8 import Descales, Incoming, fp8_backward, fp8_forward
 from flexattn.kernels_cudnn.problem import Problem
 from flexattn.testing import Inputs, make_call, make_dout, make_inputs, reference_attention, reference_gradients
 from tests.support.fp8_sums import short_sums
@@ -85,28 +85,25 @@ def quantized(t: Tensor, dtype: torch.dtype, fills: bool = True) -> tuple[Tensor
     return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device).copy_(rounded), descale
 
 
-def forward(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Quantized]:
+def forward(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     q = case.given.q
     out = torch.empty((*q.shape[:-1], case.spec.head_dim_v), dtype=dtype, device=q.device)
     lse = empty_outputs(case.spec, case.x)[1].float()
-    told = fp8_forward(case.problem(), case.descales, as_bshd(out, case.spec.q_format), lse)
-    return out, lse, told
+    fp8_forward(case.problem(), case.descales, as_bshd(out, case.spec.q_format), lse)
+    return out, lse
 
 
-def backward(
-    case: Case, out: Tensor, descale_out: Tensor | None, lse: Tensor, dtype: torch.dtype, **kwargs: Any
-) -> tuple[list[Tensor], GradientsQuantized]:
+def backward(case: Case, out: Tensor, lse: Tensor, dtype: torch.dtype) -> list[Tensor]:
     given, spec = case.given, case.spec
     grads = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in (given.q, given.k, given.v)]
     formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    told = fp8_backward(
+    fp8_backward(
         case.problem(),
         case.descales,
-        Incoming(as_bshd(out, spec.q_format), descale_out, lse, as_bshd(case.dout, spec.q_format), case.descale_dout),
+        Incoming(as_bshd(out, spec.q_format), lse, as_bshd(case.dout, spec.q_format), case.descale_dout),
         Written(*(as_bshd(t, f) for t, f in zip(grads, formats, strict=True))),
-        **kwargs,
     )
-    return grads, told
+    return grads
 
 
 def takes_backward(case: Case) -> bool:

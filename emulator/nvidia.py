@@ -1,4 +1,4 @@
-"""Emulation of gl.nvidia.hopper (TMA, mbarriers, wgmma) and gl.nvidia.ampere (cp.async, mma.sync), by module and name."""
+"""Emulation of gl.nvidia: TMA, mbarriers, wgmma, cp.async, mma.sync, tensor memory and tcgen05, by module and name."""
 
 from __future__ import annotations
 
@@ -14,28 +14,17 @@ from flexattn.emulator.memory import Descriptor
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.rules import check_mma_sync, static, static_shape
 from flexattn.emulator.shared import SharedView
+from flexattn.emulator.tensor import TensorView
 from flexattn.emulator.values import Pointer, Tensor, scalar
 
 
-def _init(mbarrier: SharedView, count: Any) -> None:
-    program().init_barrier(mbarrier, int(static(count, "the count of an mbarrier")))
-
-
-def _invalidate(mbarrier: SharedView) -> None:
-    program().invalidate_barrier(mbarrier)
+def _constant(value: Any, what: str) -> int:
+    return int(static(value, what))
 
 
 def _expect(mbarrier: SharedView, bytes_per_cta: Any = None, pred: Any = True, **by_name: Any) -> None:
     nbytes = by_name["bytes"] if bytes_per_cta is None else bytes_per_cta  # its name is bytes in Triton up to 3.6.
-    program().expect(mbarrier, int(static(nbytes, "the bytes to expect")), pred)
-
-
-def _arrive(mbarrier: SharedView, *, count: Any = 1, pred: Any = True) -> None:
-    program().arrive(mbarrier, int(static(count, "the count of an arrive")), pred)
-
-
-def _wait(mbarrier: SharedView, phase: Any, pred: Any = True, deps: Sequence[Any] = ()) -> None:
-    program().wait(mbarrier, phase, pred)
+    program().expect(mbarrier, _constant(nbytes, "the bytes to expect"), pred)
 
 
 def _make_descriptor(
@@ -67,11 +56,7 @@ def _store(reduction: str | None) -> Callable[[Descriptor, Sequence[Any], Shared
     return lambda tensor_desc, coord, src: program().tma_store(tensor_desc, coord, src, reduction)
 
 
-def _store_wait(pendings: Any, **_: Any) -> None:
-    program().store_wait(int(static(pendings, "pendings")))
-
-
-def _mma(
+def _wgmma(
     a: Any,
     b: Any,
     acc: Any,
@@ -84,10 +69,10 @@ def _mma(
     return program().wgmma(a, b, acc, use_acc, bool(static(is_async, "is_async")))
 
 
-def _mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
+def _wgmma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
     if deps is None:
         raise GluonError("warpgroup_mma_wait without deps")
-    results = program().wgmma_wait(int(static(num_outstanding, "num_outstanding")), list(deps))
+    results = program().wgmma_wait(_constant(num_outstanding, "num_outstanding"), list(deps))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -103,24 +88,44 @@ def _copy_async(smem: SharedView, pointer: Pointer, mask: Any = None, **_: Any) 
     program().async_copy(smem, pointer.buffer, offset, active)
 
 
-def _commit_copies() -> None:
-    program().commit_copies()
+def _tcgen05_mma(
+    a: SharedView | TensorView,
+    b: SharedView,
+    acc: TensorView,
+    *,
+    use_acc: object = True,
+    pred: object = True,
+    multicast: bool = False,
+    mbarriers: Sequence[SharedView] | None = None,
+    mbarrier_preds: Sequence[object] | None = None,
+) -> None:
+    if multicast:
+        raise NotImplementedError("multicast of the commit of a tcgen05_mma")
+    if pred:
+        program().tcgen05_mma(a, b, acc, use_acc)
+    barriers = mbarriers or ()
+    for barrier, is_arrived_at in zip(barriers, mbarrier_preds or [True] * len(barriers), strict=True):
+        if pred and is_arrived_at:
+            program().tcgen05_commit(barrier)
 
 
-def _wait_for_copies(num_outstanding: Any = 0) -> None:
-    program().wait_for_copies(int(static(num_outstanding, "num_outstanding")))
-
-
-def _mma_init(value: Tensor) -> Tensor:
-    return value
-
-
-def _fence(cluster: bool = False) -> None:
-    program().fence()
+def _commit(barrier: SharedView, pred: object = True, descs: Sequence[object] = ()) -> None:
+    if descs:
+        raise NotImplementedError("a tcgen05_commit to other blocks of a cluster")
+    if pred:
+        program().tcgen05_commit(barrier)
 
 
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
-    "mbarrier": {"init": _init, "invalidate": _invalidate, "expect": _expect, "arrive": _arrive, "wait": _wait},
+    "mbarrier": {
+        "init": lambda mbarrier, count: program().init_barrier(mbarrier, _constant(count, "the count of an mbarrier")),
+        "invalidate": lambda mbarrier: program().invalidate_barrier(mbarrier),
+        "expect": _expect,
+        "arrive": lambda mbarrier, *, count=1, pred=True: program().arrive(
+            mbarrier, _constant(count, "the count of an arrive"), pred
+        ),
+        "wait": lambda mbarrier, phase, pred=True, deps=(): program().wait(mbarrier, phase, pred),
+    },
     "tma": {
         "make_tensor_descriptor": _make_descriptor,
         "async_copy_global_to_shared": _load,
@@ -130,20 +135,27 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
         "async_atomic_add": _store("add"),
         "async_atomic_min": _store("min"),
         "async_atomic_max": _store("max"),
-        "store_wait": _store_wait,
+        "store_wait": lambda pendings, **_: program().store_wait(_constant(pendings, "pendings")),
     },
     "hopper": {
-        "warpgroup_mma": _mma,
-        "warpgroup_mma_wait": _mma_wait,
-        "warpgroup_mma_init": _mma_init,
-        "fence_async_shared": _fence,
+        "warpgroup_mma": _wgmma,
+        "warpgroup_mma_wait": _wgmma_wait,
+        "warpgroup_mma_init": lambda value: value,
+        "fence_async_shared": lambda cluster=False: program().fence(),
     },
     "ampere": {"mma_v2": _mma_sync},
     "async_copy": {
         "async_copy_global_to_shared": _copy_async,
         "async_load": _copy_async,  # its name in Triton from 3.8 on
-        "commit_group": _commit_copies,
-        "wait_group": _wait_for_copies,
+        "commit_group": lambda: program().commit_copies(),
+        "wait_group": lambda num_outstanding=0: program().wait_for_copies(_constant(num_outstanding, "num_outstanding")),
+    },
+    "blackwell": {
+        "allocate_tensor_memory": lambda element_ty, shape, layout, value=None: program().allocate_tensor(
+            element_ty, static_shape(shape, "tensor memory"), layout, value
+        ),
+        "tcgen05_mma": _tcgen05_mma,
+        "tcgen05_commit": _commit,
     },
 }
 """The emulation of each function, by the last part of its module's name and its own."""
