@@ -478,7 +478,7 @@ class Problem:
         return Scores(
             scale=float(self.softmax_scale),
             softcap=float(self.softcap),
-            bias=_bias(self.bias),
+            bias=bias_rows(self.bias),
             alibi=_alibi(self.alibi_slopes),
             captures=self.captures,
         )
@@ -595,7 +595,7 @@ def _list_strides(counts: Tensor) -> tuple[int, int]:
     return heads * lists if batch > 1 else 0, lists if heads > 1 else 0
 
 
-def _bias(bias: Tensor | None) -> Bias:
+def bias_rows(bias: Tensor | None) -> Bias:
     # Triton 3.6 has no tuples with None that are made in a kernel, and `Head` is one that contains these strides
     if bias is None:
         return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0)
