@@ -130,7 +130,20 @@ def _add(acc, weights, x, META: tl.constexpr):
 
 
 @triton.jit
-def _store_parts(x, tile0, tile1, b, h, start, first, length, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, META):
+def _store_parts(
+    x,
+    tile0,
+    tile1,
+    b,
+    h,
+    start,
+    first,
+    length,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D: tl.constexpr,
+    META: tl.constexpr,
+):
     pointer = row_pointer(x, b, h, start + first, META)
     _, offsets = row_steps(x.stride_s, tile0.shape[0], META)
     store_tile(pointer, tile0, offsets, first, length, 0, D0, D)
@@ -142,6 +155,8 @@ def _store_parts(x, tile0, tile1, b, h, start, first, length, D0: tl.constexpr, 
 def _of_queries(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     inputs = args.inputs
     BLOCK_M: tl.constexpr = META.BLOCK_M
+    QK0: tl.constexpr = META.QK0
+    QK1: tl.constexpr = META.QK1
     num_heads = inputs.num_heads
     blocks = tl.cdiv(inputs.lengths_q.max_seqlen, BLOCK_M)
     block = blocks - 1 - pid % blocks
@@ -155,16 +170,16 @@ def _of_queries(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     queries = _load_queries(args, b, h, start_q, len_q, first_row, META)
-    hq0 = tl.zeros([BLOCK_M, META.QK0], tl.float32)
+    hq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     hq1 = hq0
-    if META.QK1 > 0:
-        hq1 = tl.zeros([BLOCK_M, META.QK1], tl.float32)
+    if QK1 > 0:
+        hq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
     for n in tl.range(visible.begin, visible.end, META.BLOCK_N):
         keys = _load_keys(args, b, h // inputs.group_size, start_kv, len_kv, n, META)
         found = _derivatives(args, queries, keys, head, first_row, n, MODS, META)
         hq0 = _add(_add(hq0, found.t_dscore, keys.k.first, META), found.dscore, keys.tk.first, META)
-        if META.QK1 > 0:
+        if QK1 > 0:
             hq1 = _add(_add(hq1, found.t_dscore, keys.k.second, META), found.dscore, keys.tk.second, META)
     scale = inputs.scores.scale
     _store_parts(args.hq, hq0 * scale, hq1 * scale, b, h, start_q, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
@@ -179,6 +194,10 @@ def _of_queries(pid, args, MODS: tl.constexpr, META: tl.constexpr):
 def _of_keys(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     inputs = args.inputs
     BLOCK_N: tl.constexpr = META.BLOCK_N
+    QK0: tl.constexpr = META.QK0
+    QK1: tl.constexpr = META.QK1
+    V0: tl.constexpr = META.V0
+    V1: tl.constexpr = META.V1
     num_heads_kv = inputs.num_heads // inputs.group_size
     blocks = tl.cdiv(inputs.lengths_kv.max_seqlen, BLOCK_N)
     h_kv = pid // blocks % num_heads_kv
@@ -190,14 +209,14 @@ def _of_keys(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         return
     shift = (len_kv - len_q) * inputs.band.bottom_right
     keys = _load_keys(args, b, h_kv, start_kv, len_kv, n, META)
-    hk0 = tl.zeros([BLOCK_N, META.QK0], tl.float32)
+    hk0 = tl.zeros([BLOCK_N, QK0], tl.float32)
     hk1 = hk0
-    if META.QK1 > 0:
-        hk1 = tl.zeros([BLOCK_N, META.QK1], tl.float32)
-    hv0 = tl.zeros([BLOCK_N, META.V0], tl.float32)
+    if QK1 > 0:
+        hk1 = tl.zeros([BLOCK_N, QK1], tl.float32)
+    hv0 = tl.zeros([BLOCK_N, V0], tl.float32)
     hv1 = hv0
-    if META.V1 > 0:
-        hv1 = tl.zeros([BLOCK_N, META.V1], tl.float32)
+    if V1 > 0:
+        hv1 = tl.zeros([BLOCK_N, V1], tl.float32)
     visible = visible_range_of_queries(n, len_q, shift, inputs.band, META)
     for h in range(h_kv * inputs.group_size, (h_kv + 1) * inputs.group_size):
         head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
@@ -208,9 +227,9 @@ def _of_keys(pid, args, MODS: tl.constexpr, META: tl.constexpr):
             t_weights = tl.trans(found.t_weights)
             hk0 = _add(_add(hk0, t_dscore, queries.q.first, META), dscore, queries.tq.first, META)
             hv0 = _add(hv0, t_weights, queries.dout.first, META)
-            if META.QK1 > 0:
+            if QK1 > 0:
                 hk1 = _add(_add(hk1, t_dscore, queries.q.second, META), dscore, queries.tq.second, META)
-            if META.V1 > 0:
+            if V1 > 0:
                 hv1 = _add(hv1, t_weights, queries.dout.second, META)
     scale = inputs.scores.scale
     _store_parts(args.hk, hk0 * scale, hk1 * scale, b, h_kv, start_kv, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, META)

@@ -41,6 +41,8 @@ def _add_product(acc, weights, x, COLUMNS: tl.constexpr, META: tl.constexpr):
 def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
+    V0: tl.constexpr = META.V0
+    V1: tl.constexpr = META.V1
     inputs, tangents, saved, sums = args.inputs, args.tangents, args.saved, args.sums
     lengths_q = inputs.lengths_q
     num_heads = inputs.num_heads
@@ -63,10 +65,10 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
     row = lse_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
     lse_log2 = load_lse(saved.lse_ptr, row, rows, len_q)
 
-    acc0 = tl.zeros([BLOCK_M, META.V0], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = acc0
-    if META.V1 > 0:
-        acc1 = tl.zeros([BLOCK_M, META.V1], tl.float32)
+    if V1 > 0:
+        acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
     mu = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
@@ -82,7 +84,7 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
         weighted *= tile.drop
         p = tile.p * tile.drop
         acc0 = _add_product(_add_product(acc0, weighted, v, 0, META), p, tv, 0, META)
-        if META.V1 > 0:
+        if V1 > 0:
             acc1 = _add_product(_add_product(acc1, weighted, v, 1, META), p, tv, 1, META)
     if META.HAS_SINK:
         p_sink = tl.exp2(load_sink(inputs.softmax_offset_ptr, h, LOG2E, META) - lse_log2)
@@ -99,14 +101,14 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
     _, offsets = row_steps(args.tout.stride_s, BLOCK_M, META)
     store_tile(pointer, tout0, offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V)
     tout1 = tout0
-    if META.V1 > 0:
+    if V1 > 0:
         tout1 = acc1 * scale[:, None] - mu[:, None] * out.second.to(tl.float32)
         store_tile(pointer, tout1, offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V)
     if args.dout.ptr is not None:
         dout = load_v(args.dout, b, h, start_q, first_row, len_q, BLOCK_M, META)
         delta = tl.sum(out.first.to(tl.float32) * dout.first.to(tl.float32), 1)
         tangent_delta = tl.sum(tout0 * dout.first.to(tl.float32), 1)
-        if META.V1 > 0:
+        if V1 > 0:
             delta += tl.sum(out.second.to(tl.float32) * dout.second.to(tl.float32), 1)
             tangent_delta += tl.sum(tout1 * dout.second.to(tl.float32), 1)
         if saved.dlse_ptr is not None:

@@ -57,7 +57,19 @@ class Scored(NamedTuple):
 
 
 @triton.jit
-def load_parts(x, b, h, start, first, length, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, META):
+def load_parts(
+    x,
+    b,
+    h,
+    start,
+    first,
+    length,
+    ROWS: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D: tl.constexpr,
+    META: tl.constexpr,
+):
     pointer = row_pointer(x, b, h, start + first, META)
     _, offsets = row_steps(x.stride_s, ROWS, META)
     part0 = load_tile(pointer, offsets, first, length, 0, D0, D, True)

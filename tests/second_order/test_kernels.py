@@ -161,9 +161,7 @@ def test_other_calls_take_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("dtype", "dim"), [(torch.bfloat16, 72), (torch.bfloat16, 128), (torch.float32, 64), (torch.bfloat16, 256)]
-)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 72), (torch.bfloat16, 256), (torch.float32, 64)])
 def test_compiled(dtype: torch.dtype, dim: int, capability: int) -> None:
     inputs = make_inputs(lengths_q=[200], lengths_kv=[200], head_dim_qk=dim, head_dim_v=dim, dtype=dtype)
     spec, x = make_call(inputs, attn_mask_type="causal", softcap=2.0)
