@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-BY_DEFAULT = {("packed, causal, sink", "fp32"), ("window, softcap, bias", "fp32"), ("two parts, dropout, alibi", "bf16")}
+BY_DEFAULT = {("packed, causal, sink", "fp32"), ("window, softcap, bias", "fp32"), ("two parts, dropout, alibi", "fp32")}
 
 
 def make(case: str, dtype: torch.dtype) -> tuple[AttentionSpec, Operands, list[Tensor | None], Tensor, Tensor]:
