@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexattn import ops
+from flexattn import compat, ops
 from flexattn.dispatch import second_order, triton_second_order
 from flexattn.dispatch.select import OWN_DROPOUT
 from flexattn.dispatch.spec import AttentionSpec, Operands
@@ -317,3 +317,15 @@ def refuse_own_dropout(spec: AttentionSpec, settings: ops.Settings, x: Operands)
             f"attention() with dropout has no forward-mode and no second derivative on {name}, which drops other weights than the "
             "other backends; accepted: backend='triton', or dropout_p 0"
         )
+
+
+def _run_as_they_are() -> None:
+    """Keeps torch.compile, which has no double backward, from tracing these functions, by a graph break."""
+    for function in (attention, differentiable, _WithRule.vmap.__func__, _NoThird.vmap):  # type: ignore[attr-defined]
+        compat.runs_as_it_is(function)
+    for cls in (Attend, Tangent, Backward, DoubleBackward, _NoThird):
+        for method in (cls.forward, cls.setup_context, cls.backward, cls.jvp):
+            compat.runs_as_it_is(method)
+
+
+_run_as_they_are()
