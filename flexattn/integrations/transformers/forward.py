@@ -131,7 +131,7 @@ def attention_forward(
         return_lse=sinks is not None,
         **arguments,
     )
-    out: Tensor = result if sinks is None else with_sinks(*result, sinks)
+    out: Tensor = result if sinks is None else with_sinks(result.out, result.lse, sinks)
     return out.transpose(1, 2).contiguous(), None  # some models call view() on it
 
 
