@@ -107,7 +107,7 @@ def key_weights(q: Tensor, k: Tensor, lse: Tensor, kv_indices: Tensor, **options
             own = sequences.q[rows.start : rows.stop]
             row_lse = reference.lse_view(lse, spec.q_format, sequences.batch, own)[..., None]
             weights = torch.exp(logits - row_lse.masked_fill(row_lse.isneginf(), torch.inf))
-            summed = weights.unflatten(1, (lists.shape[1], -1)).sum(2)  # [b, 1 | h_kv, r, n]
+            summed = weights.view(len(weights), lists.shape[1], -1, *weights.shape[2:]).sum(2)  # [b, 1 | h_kv, r, n]
             target = _rows(spec, result, sequences, rows)
             target[..., : summed.shape[-1]] = summed[:, 0] if target.dim() == 3 else summed.transpose(1, 2)
     return result
@@ -173,7 +173,7 @@ class _Scores(torch.autograd.Function):
         x, spec = ctx.call
         x = x._replace(q=q, k=k, v=k)
         sums = [torch.zeros_like(t, dtype=dscores.dtype) for t in (q, k, weights)]
-        targets = _chunks(*sums, kv_indices, x, spec)
+        targets = _chunks(sums[0], sums[1], sums[2], kv_indices, x, spec)
         for chunk, target in zip(_chunks(q, k, weights, kv_indices, x, spec), targets, strict=True):
             leaves = [t.detach().to(dscores.dtype).requires_grad_() for t in chunk.tensors]
             with torch.enable_grad():
