@@ -39,6 +39,7 @@ def test_the_launches_of_a_candidate_are_right(kernel: str, is_causal: bool, mon
     assert older_candidates.error_of(job, cell, outputs) > 0.5
 
 
+@pytest.mark.slow
 def test_candidates_compile_for_sm_80_without_a_gpu(
     tmp_path: Path, fresh_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

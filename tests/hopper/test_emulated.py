@@ -192,7 +192,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
 def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One section or several, whose parts of dq come after the blocks of the next section, or after all."""
     inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2, "qkv_format": fmt}
-    for seed, heads in ((1, 1), (5, 3)) if fmt != "bhsd" else ((6, 4),):  # lazy and two random ones
+    for seed, heads in ((5, 3), (6, 4)) if fmt != "bhsd" else ((1, 1),):  # random and lazy
         monkeypatch.setattr(work_order, "section_of_one_size", lambda most, _, heads=heads: min(heads, most))
         check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
 
@@ -243,6 +243,8 @@ def test_results_in_float32(dims: tuple[int, int]) -> None:
     own = {"head_dim_qk": dims[0], "head_dim_v": dims[1]}
     padded = own | {"qkv_format": "sbhd" if dims[0] < 128 else "thd", "padding": True, "gap": 3, **UNEVEN}
     check(5, EVERYTHING | {"softmax_offset": SINKS}, fp32=True, **padded)
+    reports = run(6, {"attn_mask_type": "padding_causal"}, backwards=(), fp32=True, **padded)
+    assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
 @pytest.mark.slow
@@ -252,9 +254,6 @@ def test_results_in_float32(dims: tuple[int, int]) -> None:
 def test_causal_results_in_float32(dims: tuple[int, int]) -> None:
     own = {"head_dim_qk": dims[0], "head_dim_v": dims[1]}
     check(1, {"attn_mask_type": "causal"}, fp32=True, lengths_q=[70], lengths_kv=[200], **own)
-    padded = own | {"qkv_format": "sbhd" if dims[0] < 128 else "thd", "padding": True, "gap": 3, **UNEVEN}
-    reports = run(6, {"attn_mask_type": "padding_causal"}, backwards=(), fp32=True, **padded)
-    assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
 @pytest.mark.sample

@@ -320,10 +320,10 @@ def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) 
     [
         (0, (64, 64), "_attn_bwd_fused_fp8_hopper_kernel"),
         (1, (128, 128), "_attn_bwd_dq_fp8_hopper_kernel"),
-        (1, (256, 256), "_attn_bwd_dq_fp8_hopper_kernel"),
-        (2, (64, 64), "_attn_bwd_fused_hopper_kernel"),
-        (3, (192, 128), "_attn_bwd_fused_192_hopper_kernel"),
-        (4, (64, 64), "_attn_bwd_dq_hopper_kernel"),
+        pytest.param(1, (256, 256), "_attn_bwd_dq_fp8_hopper_kernel", marks=pytest.mark.slow),
+        pytest.param(2, (64, 64), "_attn_bwd_fused_hopper_kernel", marks=pytest.mark.slow),
+        pytest.param(3, (192, 128), "_attn_bwd_fused_192_hopper_kernel", marks=pytest.mark.slow),
+        pytest.param(4, (64, 64), "_attn_bwd_dq_hopper_kernel", marks=pytest.mark.slow),
         (5, (64, 64), None),  # portable
     ],
 )
