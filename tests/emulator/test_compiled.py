@@ -6,6 +6,7 @@ import json
 import os
 import sys
 
+import pytest
 import torch
 
 from flexattn.emulator.rules import RESERVED_BARRIERS
@@ -55,6 +56,7 @@ THEIR_BARRIERS = {9, 10}
 COMPILERS_OWN = 512  # bytes that warp specialisation adds, at most, to the allocations of a kernel
 
 
+@pytest.mark.slow
 def test_subjects_compile_to_what_the_rules_say(forked_python: FreshPython) -> None:
     path = os.pathsep.join(folder for folder in sys.path if folder)  # with this process's Triton
     ran = forked_python("-c", COMPILE, json.dumps(KERNELS), env={"PYTHONPATH": path})

@@ -39,21 +39,20 @@ MOST_OF_ONE = 1.08  # of one process's root mean square error: dq of a part begi
 
 
 def features() -> None:
-    """Every feature under two strategies, and the most used ones under all."""
+    """Every feature under two strategies, and one of documents under all."""
     for number, problem in enumerate(calls.FEATURES.values()):
         calls.compare(problem, *calls.sampled(problem, number + dist.get_world_size()))
-    for name in ("causal", "mods", "documents with mods and a sink", "dropout, parts in eights"):
-        calls.compare(calls.FEATURES[name], [None], calls.WAYS)
-    for name in ("causal", "more queries than keys", "documents with mods and a sink"):
-        calls.compare(calls.FEATURES[name], [None], calls.PACKED)
-    calls.compare_drawn(range(12))
+    calls.compare(calls.FEATURES["documents with mods and a sink"], [None], (*calls.WAYS, *calls.PACKED))
+    calls.compare_drawn(range(3))
     in_eight_bits()
 
 
 def all_features() -> None:
-    """Every feature under every strategy in every layout."""
+    """Every feature under every strategy in every layout, and the most used ones as packed sequences."""
     for problem in calls.FEATURES.values():
         calls.compare(problem, calls.LAYOUTS, calls.WAYS)
+    for name in ("causal", "more queries than keys"):
+        calls.compare(calls.FEATURES[name], [None], calls.PACKED)
     for name, problem in calls.EIGHT_BITS.items():
         for layout in calls.LAYOUTS[: 2 if "blocks" in name else 3]:  # dealt chunks are of no whole blocks here
             calls.compare_eight(problem, layout, ["ulysses"] if "by heads" in name else calls.WAYS)
