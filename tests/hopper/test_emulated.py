@@ -180,8 +180,8 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
+        {"window_size": (90, 0)},  # with a causal mask a section has all heads (`walk_of_call`)
         {"attn_mask_type": "causal"},
-        {"window_size": (90, 0)},
         {"attn_mask_type": "causal_bottom_right", "softcap": 3.0},
         {"softmax_type": "off-by-one"},
     ],
