@@ -42,11 +42,24 @@ def takes(spec: AttentionSpec, x: Operands) -> bool:
         return False
     if "t" in spec.q_format + spec.kv_format or 0 in (*x.q.shape, *x.k.shape):
         return False
-    if any((spec.fp8, spec.kv_dtype, spec.mods, spec.padding, spec.softcap, spec.dropout, spec.is_part, spec.needs_lse_grad)):
+    if any(
+        (
+            spec.kv_lists,
+            spec.block_size,
+            spec.fp8,
+            spec.kv_dtype,
+            spec.mods,
+            spec.padding,
+            spec.softcap,
+            spec.dropout,
+            spec.is_part,
+            spec.needs_lse_grad,
+        )
+    ):
         return False
     if spec.return_max_logit or spec.bias_type == "alibi" or spec.softmax_type != "vanilla":
         return False
-    if x.bias is not None and (spec.needs_bias_grad or x.bias.dtype is not torch.float32):
+    if x.bias is not None and (spec.needs_bias_grad or spec.bias_is_shared or x.bias.dtype is not torch.float32):
         return False
     return _causal(spec, x) is not None or _is_short(spec, x)
 

@@ -164,6 +164,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return "a window that ends before its diagonal is untested on cuDNN; use backend='triton'"
     if spec.softcap:
         return "cuDNN's graphs have no softcap; use backend='triton'"
+    if spec.kv_lists:
+        return "cuDNN's graphs have no lists of keys (kv_indices); use backend='triton' or 'eager'"
     if spec.block_size is not None:
         return "cuDNN has no block masks; pass the mask as a mask_mod only, or use backend='triton'"
     if spec.length_kv == 1:
@@ -240,6 +242,8 @@ def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
         return "cuDNN's ALiBi supports only fixed slopes and causal masks; use backend='triton'"
     if spec.bias_dims is None:
         return None
+    if spec.bias_is_shared:
+        return "batch entries share entries of the bias; use backend='triton', or pass bias.repeat_interleave(b // len(bias), 0)"
     if not spec.bias_dims[3]:
         return (
             "the bias is broadcast over the keys, and cuDNN needs a value for each key; expand the bias, or leave it out, because "

@@ -48,7 +48,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     max_logit.fill_(reference.NEG_INF)
     whole = reference.Differentiable.of(quantization.dequantize(spec, x, lse.dtype))
     with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):
-        for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
+        for sequences, rows, cols in blocks(spec, x, lse.element_size()):
             block = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.to(lse.dtype))
             block_out, block_lse, row_max = reference.attend(spec, x, sequences, rows, cols, block, rounds=True)
             tokens = sequences.q[rows.start : rows.stop]
@@ -81,8 +81,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     sums = sums._replace(q=x.q.new_zeros(x.q.shape, dtype=dq_dtype), bias=sums.bias if spec.needs_bias_grad else None)
     captured_sums = spec.mods.wanted(sums.mod_tensors) if spec.mods else ()
     with torch.autocast(x.q.device.type, enabled=False):
-        for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
-            block = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: _leaf(t, lse.dtype))
+        for sequences, rows, cols in blocks(spec, x, lse.element_size()):
+            block = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: as_leaf(t, lse.dtype))
             tokens = sequences.q[rows.start : rows.stop]
             block_dout = reference.token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)
             block_dlse = None if dlse is None else reference.lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype)
@@ -114,7 +114,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors)
 
 
-def _leaf(t: Tensor, dtype: torch.dtype) -> Tensor:
+def as_leaf(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a tensor in `dtype` that is a leaf for autograd. If it was made in inference mode, it is copied."""
     return (t.clone() if t.is_inference() else t.detach()).to(dtype).requires_grad_()
 
@@ -133,7 +133,7 @@ def watched(watcher: Callable[..., None]) -> contextlib.AbstractContextManager[N
     return contextlib.nullcontext()
 
 
-def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Sequences, range, range]]:
+def blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Sequences, range, range]]:
     """Yields (sequences, rows, cols): several sequences if all their scores fit SCORE_BYTES, else one in chunks of rows."""
     if spec.padding and is_capturing(x.q.device):
         raise RuntimeError(
@@ -148,12 +148,16 @@ def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[S
         len_q, len_kv = len(sequences.q), len(sequences.kv)
         width = len_kv if left is None or right is None else max(0, min(len_kv, left + right + BAND_ROWS))
         row_bytes = max(1, spec.num_heads * width * itemsize)
+        if x.kv_indices is not None:  # the gathered keys and values of a row, beside its scores.
+            for_a_key = spec.num_heads + spec.num_heads_kv * (spec.head_dim_qk + spec.head_dim_v)
+            row_bytes = max(1, x.kv_indices.shape[-1] * spec.kv_block * for_a_key * itemsize)
         together = max(1, SCORE_BYTES // max(1, row_bytes * len_q))
         row_step = max(1, SCORE_BYTES // row_bytes)
         row_step = min(row_step, BAND_ROWS) if banded else row_step
         for batch in _chunks(sequences.batch, together):
             for rows in _chunks(range(len_q), row_step):
-                yield sequences._replace(batch=batch), rows, _visible_keys(spec.band, sequences, rows)
+                keys = range(len_kv) if spec.kv_lists else _visible_keys(spec.band, sequences, rows)
+                yield sequences._replace(batch=batch), rows, keys
 
 
 def _visible_keys(band: Band, sequences: Sequences, rows: range) -> range:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.dispatch import key_lists
 from flexattn.dispatch.mod_program import Program, evaluate
 from flexattn.dispatch.pages import without_pages
 from flexattn.dispatch.philox import dropout_keep, rounded_dropout
@@ -19,6 +20,7 @@ from flexattn.dispatch.quantization import dequantize, round_gradient, round_wei
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
 
 NEG_INF = float("-inf")
+_KEYS = "bnjd", "bnijd"  # the dims of a block's keys; gathered by lists, each query has keys of its own.
 
 
 class Differentiable(NamedTuple):
@@ -48,6 +50,7 @@ class Sequences(NamedTuple):
     batch: range
     q: range
     kv: range
+    bias_entry: int | None = None  # the entry of a bias that groups of batch entries share; None: each has its own, or all have one
 
     def shift(self, band: Band) -> int:
         """Returns the number of the key at which the diagonal meets query 0."""
@@ -117,8 +120,12 @@ def attend(
     given_lse: [b, h, r], a constant lse of more keys than these. A weight is then exp(logit - given_lse), and out is the part that
         these keys add to the result. In place of lse, the sum of these weights is returned, with the sink's.
     """
-    logits = masked_logits(spec, x, sequences, rows, cols, block, rounds)
-    row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
+    lists = None
+    if x.kv_indices is not None:
+        lists = key_lists.listed(x, sequences, rows, spec.kv_block)
+        block = block._replace(k=key_lists.gathered(block.k, lists), v=key_lists.gathered(block.v, lists))
+    logits = masked_logits(spec, x, sequences, rows, cols, block, rounds, lists)
+    row_max = logits.detach().amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], NEG_INF)
     sink = _sink(spec, block)
     if given_lse is None:
         peak = row_max if sink is None else torch.maximum(row_max, sink.detach())
@@ -149,19 +156,39 @@ def attend(
         else:
             keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
         weights = weights.masked_fill(~keep, 0.0) / (1 - rounded_dropout(x.dropout_p))
-    out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2)
+    out = torch.einsum(f"bngij,{_KEYS[lists is not None]}->bngid", _grouped(spec, weights), block.v).flatten(1, 2)
     return (out / divisor[..., None], lse, row_max) if given_lse is None else (out, total, row_max)
 
 
 def masked_logits(
-    spec: AttentionSpec, x: Operands, sequences: Sequences, rows: range, cols: range, block: Differentiable, rounds: bool = False
+    spec: AttentionSpec,
+    x: Operands,
+    sequences: Sequences,
+    rows: range,
+    cols: range,
+    block: Differentiable,
+    rounds: bool = False,
+    lists: Tensor | None = None,
 ) -> Tensor:
-    """Returns one block's scores for the softmax, [b, h, r, c], with -inf for hidden keys. Its arguments are those of `attend`."""
+    """Returns one block's scores for the softmax, [b, h, r, c], with -inf for hidden keys. Its arguments are those of `attend`.
+
+    lists: the result of `key_lists.listed`, if the block's keys and values are gathered by it. Then c counts the entries of a list.
+    """
     i = torch.arange(rows.start, rows.stop, device=block.q.device)[:, None]
     j = torch.arange(cols.start, cols.stop, device=block.q.device)
+    if lists is not None:
+        j = lists.clamp(min=0)
+        if j.shape[1] > 1:  # a list for each key head
+            j = j.repeat_interleave(spec.group_size, 1)
+        if block.bias is not None:
+            shape = (*block.bias.shape[:-1], len(cols))
+            bias = block.bias.expand(shape).expand(len(sequences.batch), spec.num_heads, len(rows), len(cols))
+            block = block._replace(bias=bias.gather(-1, j.expand(-1, spec.num_heads, -1, -1)))
     diagonal = i + sequences.shift(spec.band)
 
-    logits = torch.einsum("bngid,bnjd->bngij", _grouped(spec, block.q * x.softmax_scale), block.k).flatten(1, 2)
+    logits = torch.einsum(f"bngid,{_KEYS[lists is not None]}->bngij", _grouped(spec, block.q * x.softmax_scale), block.k).flatten(
+        1, 2
+    )
     if rounds and spec.fp8 is not None:
         logits = round_gradient(logits, spec.fp8.grad_dtype)
     if spec.bias_type == "pre_scale_bias":
@@ -173,6 +200,9 @@ def masked_logits(
     h = torch.arange(spec.num_heads, device=i.device)
     indices = {"b": b[:, None, None, None], "h": h[:, None, None], "q_idx": i, "kv_idx": j}
     hidden = _hidden(spec, x, sequences, block, indices)
+    if lists is not None:
+        is_empty = (lists if lists.shape[1] == 1 else lists.repeat_interleave(spec.group_size, 1)) < 0
+        hidden = is_empty if hidden is None else hidden | is_empty
     if spec.mods is not None and spec.mods.score is not None:
         inputs = {**indices, **spec.mods.inputs(block.mod_tensors, x.mod_numbers)}
         logits = (_WithGivenDerivative.apply if spec.mods.is_given else _modified)(logits, spec.mods, inputs, hidden)
@@ -253,13 +283,18 @@ def block_kinds(block_mask: Sequence[Tensor]) -> Tensor:
 
 
 def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
-    """Returns the batch as groups of equal lengths: one group without padding, else one group per sequence.
+    """Returns the batch as groups of equal lengths and one bias: one group without padding, else one group per sequence.
 
     All lengths are read in one transfer. If lengths or starts do not fit the tensors, they are clamped. Slots may be in any order.
     """
     q_total, kv_total = x.q.shape[_token_dim(spec.q_format)], x.k.shape[_token_dim(spec.kv_format)]
+    batch = batch_size(spec, x)
+    group = batch // x.bias.shape[0] if x.bias is not None and x.bias.shape[0] not in (1, batch) else 0
+    if not spec.padding and group:
+        starts = range(0, batch, group)
+        return [Sequences(range(b, b + group), range(q_total), range(kv_total), b // group) for b in starts]
     if not spec.padding:
-        return [Sequences(range(batch_size(spec, x)), range(q_total), range(kv_total))]
+        return [Sequences(range(batch), range(q_total), range(kv_total))]
     (cu_q, padded_q, _), (cu_kv, padded_kv, _) = x.packing("q"), x.packing("kv")
     assert cu_q is not None
     assert cu_kv is not None
@@ -270,15 +305,18 @@ def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
             range(b, b + 1),
             _tokens(spec.q_format, q_total, q_ends[b : b + 2], q_starts[b], x.max_seqlen_q),
             _tokens(spec.kv_format, kv_total, kv_ends[b : b + 2], kv_starts[b], x.max_seqlen_kv),
+            b // group if group else None,
         )
-        for b in range(batch_size(spec, x))
+        for b in range(batch)
     ]
 
 
 def slice_block(spec: AttentionSpec, whole: Differentiable, sequences: Sequences, rows: range, cols: range) -> Differentiable:
     """Returns writable views of a block for `attend`. The same views of gradient buffers accumulate the block's gradients."""
     bias = whole.bias
-    for dim, part in enumerate((sequences.batch, None, rows, cols)):
+    entry = sequences.bias_entry
+    entries = sequences.batch if entry is None else range(entry, entry + 1)
+    for dim, part in enumerate((entries, None, rows, cols)):
         if bias is not None and part is not None and bias.shape[dim] != 1:
             bias = bias.narrow(dim, part.start, len(part))
     return Differentiable(

@@ -15,6 +15,7 @@ SCALE = 2.5  # the factor of the usual scale.
 SOFTCAP = 2.25
 DROPOUT = 0.4375  # 7/16, because cuDNN needs multiples of 1/16.
 SLOPES = (0.05, 0.5)  # ALiBi's slopes, from the first head to the last.
+LISTED = 24  # entries of a list of keys.
 SEED, OFFSET = 0x1357_9BDF_0246_8ACE, 0x0F1E_2D3C_4B5A_6978  # both halves of the seed matter.
 
 
@@ -44,9 +45,15 @@ def sample_operands(
     batch, longest_q, longest_kv = len(lengths_q), max(lengths_q), max(lengths_kv)
     bias = None
     if spec.bias_dims is not None:
-        full = (batch, spec.num_heads, longest_q, longest_kv)
+        entries = max((n for n in range(2, batch) if batch % n == 0), default=batch) if spec.bias_is_shared else batch
+        full = (entries, spec.num_heads, longest_q, longest_kv)
         bias = normal(*(size if spans else 1 for size, spans in zip(full, spec.bias_dims, strict=True)), dtype=spec.dtype)
-    sides: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_kv", "page_table", "out"))
+    sides: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_kv", "page_table", "kv_indices", "kv_index_counts", "out"))
+    if spec.kv_lists:
+        tokens_q = (sum(lengths_q) + gap * batch,) if spec.q_format == "thd" else (batch, longest_q)
+        shape = (*tokens_q, *((spec.kv_lists,) if spec.kv_lists > 1 else ()), LISTED)
+        blocks = -(-longest_kv // spec.kv_block)  # an entry of -1 is empty, as some others are in shorter sequences.
+        sides["kv_indices"] = torch.randint(-1, blocks, shape, generator=generator, device=device, dtype=torch.int32)
     for end, fmt, lengths in (("q", spec.q_format, lengths_q), ("kv", spec.kv_format, lengths_kv)):
         sides[f"cu_seqlens_{end}"] = offsets(lengths) if spec.padding else None
         sides[f"cu_seqlens_{end}_padded"] = starts(fmt, lengths)

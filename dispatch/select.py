@@ -241,7 +241,8 @@ def _first_that_can(spec: AttentionSpec, direction: Direction, failures: Failure
             why = f"the first choice on {_ON.get(spec.device_type, spec.device_type)}: {preferred.why}{source}"
             if rejected:  # the reason of the order is about a backend that cannot run the call.
                 why = f"the first of {', '.join(preferred.order)} that can run the call"
-            return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
+            reasons_of_path = rejected or [("why", preferred.why)]
+            return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, reasons_of_path))
         rejected.append((name, reason))
     rejected += [(name, answer_of(name, spec, direction, failures)) for name in BACKENDS if name not in preferred.order]
     raise BackendError(_error_text(f"no backend can run the {direction} of this call", spec, rejected))

@@ -347,6 +347,9 @@ class AttentionSpec(NamedTuple):
     kv_dtype: torch.dtype | None = None  # the FP8 dtype of k and v if q is in `dtype`. If None, they are in `dtype` too.
     page_size: int = 0  # keys of a page if k and v are pools of pages, else 0.
     has_origin: bool = False  # whether dropout uses the positions in a larger call, which rng_state has for each sequence.
+    bias_is_shared: bool = False  # whether groups of consecutive batch entries share an entry of the bias.
+    kv_lists: int = 0  # lists of keys for each query, from kv_indices: 1, or one for each key head. 0 without kv_indices.
+    kv_block: int = 1  # keys of a block that an entry of kv_indices names.
 
     @property
     def group_size(self) -> int:
@@ -393,6 +396,8 @@ class Operands(NamedTuple):
     seqused_q: Tensor | None  # int32 [b]: the number of tokens that a sequence uses. If None, it uses all of its slot.
     seqused_kv: Tensor | None
     page_table: Tensor | None  # int32 [b, columns]: the pages of each sequence in the pools k and v.
+    kv_indices: Tensor | None  # int32, q's dims without h and d, then [n] or [h_kv, n]: the keys that each query sees.
+    kv_index_counts: Tensor | None  # int32, kv_indices' dims without the last: the entries of each list that count.
     out: Tensor | None  # memory for the out of a forward, from the caller. If None, a backend allocates it.
     max_seqlen_q: int
     max_seqlen_kv: int
@@ -461,10 +466,20 @@ def from_bshd(x: Tensor, fmt: str) -> Tensor:
     return as_bshd(x, fmt)  # each of these permutations is its own inverse.
 
 
+def lists_of_a_query(kv_indices: Tensor, q_format: str) -> int:
+    """Returns the number of lists of keys that each query has: 1, or one for each key head."""
+    return 1 if kv_indices.dim() == len(q_format) - 1 else kv_indices.shape[-2]
+
+
 def batch_size(spec: AttentionSpec, x: Operands) -> int:
+    return batch_of(spec.q_format, x)
+
+
+def batch_of(q_format: str, x: Operands) -> int:
+    """Returns the batch size of operands, whose queries are in `q_format`."""
     if x.cu_seqlens_q is not None:
         return x.cu_seqlens_q.shape[0] - 1
-    return x.q.shape[spec.q_format.index("b")]
+    return x.q.shape[q_format.index("b")]
 
 
 def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:

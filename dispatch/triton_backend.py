@@ -62,9 +62,20 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
         reason = head_dim_error(spec, "with FP8 keys the kernels support", 8, (256, 256), beyond)
     else:
         reason = head_dim_error(spec, "the kernels support", 8, WIDEST, _beyond(spec, "larger ones run"))
-    if reason:
-        return reason
-    return device_error(spec.device_type, spec.capability)
+    return reason or (_lists_error(spec) if spec.kv_lists else None) or device_error(spec.device_type, spec.capability)
+
+
+def _lists_error(spec: AttentionSpec) -> str | None:
+    """Returns why the kernels for lists of keys cannot run a call, or None if they can."""
+    others = {
+        "a bias": spec.bias_type not in ("no_bias", "alibi"),
+        "ALiBi": spec.bias_type == "alibi",
+        "score_mod or mask_mod": spec.mods is not None,
+        "max_logit": spec.return_max_logit,
+        "k and v in FP8": spec.kv_dtype is not None,
+    }
+    given = [name for name, is_given in others.items() if is_given]
+    return f"kv_indices with {' and '.join(given)} has no kernel; use backend='eager', or leave it out" if given else None
 
 
 def _varies_with_the_batch(spec: AttentionSpec) -> str | None:
@@ -395,6 +406,7 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
         "alibi_slopes": x.alibi_slopes.contiguous() if x.alibi_slopes is not None else None,
         "softmax_offset": x.softmax_offset.contiguous() if x.softmax_offset is not None else None,
         "block_mask": None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
+        **(_key_lists(spec, x) if spec.kv_lists else {}),
         "descales": () if spec.kv_dtype else tuple(descale.contiguous() for descale in x.descales),
         "copies16": tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, copy_formats, strict=False)),
     }
@@ -437,6 +449,15 @@ def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
     from flexattn.kernels_triton.common.problem import BlockLists
 
     return BlockLists(*tensors, *block_size)  # type: ignore[call-arg, arg-type]  # eight tensors
+
+
+def _key_lists(spec: AttentionSpec, x: Operands) -> dict[str, Any]:
+    indices, counts = x.kv_indices, x.kv_index_counts
+    assert indices is not None
+    if indices.dim() == x.q.dim() - 1:  # one list for all key heads
+        indices, counts = indices.unsqueeze(-2), None if counts is None else counts.unsqueeze(-1)
+    counts = None if counts is None else counts.contiguous()
+    return {"kv_indices": indices.contiguous(), "kv_index_counts": counts, "kv_block": spec.kv_block}
 
 
 def _mods(program: Program, x: Operands) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexattn import fp8_ops, ops
 from flexattn.dispatch.spec import Gradients, Operands
-from flexattn.first_order import first_order
+from flexattn.first_order import second_order
 from flexattn.fp8_ops import Delayed, QuantizeConfig
 
 _NUM_OPERANDS = len(Operands._fields)
@@ -28,7 +28,10 @@ def attention(
 
     config: how q, k and v are quantised first, or None.
     """
-    ops.refuse_transforms(x)
+    if ops.is_differentiated(ops.tensors_of(x)):
+        from flexattn.second_order import attention as differentiated  # here, because few calls are under a transform
+
+        return differentiated(x, settings)
     if settings.needs_grad:
         return Attention.apply(*_flat(_distinct(x), settings, config, delayed))  # type: ignore[no-any-return, no-untyped-call]
     return ops.attend(_quantized(x, settings, config, delayed), settings)
@@ -84,6 +87,25 @@ def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, QuantizeConf
     return x, settings, QuantizeConfig(*call[blocks:end]), Delayed(*call[end:])
 
 
+def _with_derivatives(
+    ctx: Any, saved: Any, gradients: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None, _: None
+) -> list[Any] | None:
+    """Returns the gradients of `Attention.backward` with derivatives, or None for a call in FP8."""
+    from flexattn.second_order import differentiable  # here, because few backwards are differentiated
+
+    _, settings, config = ctx.rest
+    if config is not None or settings.fp8_out:
+        return None
+    x = Attention.operands(ctx, saved)
+    lists = len(Operands._fields) + len(ops.Settings._fields) + 2
+    places = [*(Operands._fields.index(name) for name in _DIFFERENTIABLE), *range(lists, lists + len(x.mod_tensors))]
+    incoming = ops.Incoming(saved[0], saved[1], torch.zeros_like(saved[0]) if dout is None else dout, dlse)
+    found = list(gradients)
+    for place, t in zip(places, differentiable(x, settings, [gradients[place] for place in places], incoming), strict=True):
+        found[place] = t
+    return found
+
+
 class Attention(torch.autograd.Function):
     """Attention by the operators; its arguments are those of `_flat`."""
 
@@ -106,16 +128,22 @@ class Attention(torch.autograd.Function):
         return out, lse, max_logit
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-        out, lse, scale_dout, *tensors = saved
-        values, settings, config = ctx.rest
-        if dout is None:  # only lse was used
-            dout = torch.zeros_like(out)
+    def operands(ctx: Any, saved: Any) -> Operands:
+        """Returns the operands of the backward from the saved tensors."""
+        tensors, values = saved[3:], ctx.rest[0]
         lists, (a, b, c, d) = tensors[_NUM_TENSORS:], ctx.ends
-        x = Operands(*tensors[:_NUM_TENSORS], *values)._replace(
+        return Operands(*tensors[:_NUM_TENSORS], *values)._replace(
             mod_tensors=lists[:a], block_mask=lists[a:b], descales=lists[b:c], copies16=lists[c:d]
         )
+
+    @staticmethod
+    @second_order(_with_derivatives)
+    def backward(ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+        out, lse, scale_dout, *_ = saved
+        _, settings, config = ctx.rest
+        if dout is None:  # only lse was used
+            dout = torch.zeros_like(out)
+        x = Attention.operands(ctx, saved)
         delayed = Delayed(scale_dout=scale_dout, history_dout=ctx.history)
         found = gradients(x, settings, config, delayed, ops.Incoming(out, lse, dout, dlse))
         named = dict(zip(_DIFFERENTIABLE, found[:-1], strict=True))

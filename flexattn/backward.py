@@ -20,7 +20,7 @@ from flexattn.dispatch.spec import (
     dense_in,
     parse_format,
 )
-from flexattn.first_order import guarded, refuse_batched
+from flexattn.first_order import PART, guarded, refuse_batched
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
 from flexattn.shorthands import in_full
@@ -200,8 +200,9 @@ def _check_kinds(*qkv: object) -> None:
 
 def _check(x: Operands, settings: ops.Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
     """Raises ValueError or TypeError for the requirements of a backward beyond a forward's."""
-    ops.refuse_transforms(x)
     refuse_batched(dout, dlse, out, lse)
+    if ops.is_differentiated((*ops.tensors_of(x), out, lse, dout, dlse)):
+        raise RuntimeError(PART)
     validation.check_backward(x, settings.qkv_format, out, lse, dout, dlse)
     if x.dropout_p == 0.0:
         return

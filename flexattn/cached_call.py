@@ -25,7 +25,7 @@ from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.neutral import is_ordinary
 from flexattn.dispatch.select import Backend, select
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, batch_size, dqkv_of
-from flexattn.first_order import first_order
+from flexattn.first_order import second_order
 from flexattn.likeness import PLAIN, Likeness, likeness_of, low_bits, same_tensors
 from flexattn.validation import check_floor, extent, is_shared, refuse_shared
 
@@ -457,6 +457,31 @@ def _backward_key(state: Hashable, inputs: Sequence[Tensor | None]) -> tuple[Has
     return tuple(parts), addresses
 
 
+def _with_derivatives(
+    ctx: Any,
+    saved: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    dout: Tensor | None,
+    dlse: Tensor | None = None,
+    _: None = None,
+) -> list[Tensor | None] | None:
+    """Returns the gradients of `CachedAttention.backward` with derivatives, or None for a call in FP8."""
+    from flexattn.second_order import differentiable  # here, because few backwards are differentiated
+
+    call: CachedCall = ctx.call
+    if call.fp8 is not None:
+        return None
+    out, lse, *tensors = saved
+    x = call.operands(call.saved.restore(tensors, None))
+    places = [*call.saved.gradients, *(len(_DIFFERENTIABLE) + i for i in call.saved.captured_leaves)]
+    wanted: list[Tensor | None] = [None] * (len(_DIFFERENTIABLE) + len(x.mod_tensors))
+    for place, gradient in zip(places, gradients[1:], strict=True):
+        wanted[place] = gradient
+    incoming = ops.Incoming(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+    found = differentiable(x, call.settings, wanted, incoming)
+    return [None, *(found[place] for place in places)]
+
+
 class CachedAttention(torch.autograd.Function):
     """Attention by a cached call, which no operator sees.
 
@@ -483,7 +508,7 @@ class CachedAttention(torch.autograd.Function):
         return out, lse if returns_lse else None, max_logit
 
     @staticmethod
-    @first_order
+    @second_order(_with_derivatives)
     def backward(
         ctx: Any, saved: Sequence[Tensor | None], dout: Tensor | None, dlse: Tensor | None = None, _: None = None
     ) -> tuple[Tensor | None, ...]:

@@ -80,8 +80,9 @@ class BiasOptions(TypedDict, Generic[Array], total=False):
     """Bias.
 
     Args:
-        bias (Tensor, optional): q's dtype or float32, [b, h, sq, skv], where any dim may be 1. For packed sequences sq and skv are
-            max_seqlen_q and max_seqlen_kv, and entries are indexed within each sequence. Differentiable.
+        bias (Tensor, optional): q's dtype or float32, [b, h, sq, skv], where any dim may be 1. The first may also be n, if n
+            divides b: batch entry i then adds bias[i // (b // n)]. For packed sequences sq and skv are max_seqlen_q and
+            max_seqlen_kv, and entries are indexed within each sequence. Differentiable.
         bias_type (str, optional): "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after
             softmax_scale and softcap) or "alibi" (-slope * |distance from the diagonal|, added at the same place). Default:
             "post_scale_bias" with a bias, "alibi" with alibi_slopes, else "no_bias".
@@ -213,6 +214,26 @@ class CacheOptions(TypedDict, Generic[Array], total=False):
     page_table: Array | None
 
 
+class ListOptions(TypedDict, Generic[Array], total=False):
+    """Sparse attention.
+
+    Args:
+        kv_indices (Tensor, optional): int32 on q's device, the keys that each query sees, counted within its sequence: [b, sq, n],
+            or [b, sq, h_kv, n] with a list for each key head, in every dense format of q; [t_q, n] or [t_q, h_kv, n] for "thd".
+            Masks, windows and lengths hide keys of a list too. An entry without such a key, as -1, is empty. A key counts once for
+            each entry that lists it (docs/sparse.md).
+        kv_index_counts (Tensor, optional): int32, kv_indices' shape without the last dim: the entries of each list that count, from
+            the first on. Default: all.
+        kv_block_size (int or (int, int), optional): makes the entries blocks of so many keys. A pair (1, keys) leaves the shapes as
+            above. A pair (queries, keys) of multiples of 16, or one number for both, makes kv_indices [b, h_kv, query blocks, n]: a
+            list for each block of queries, in which a block counts once; b and h_kv may be 1.
+    """
+
+    kv_indices: Array | None
+    kv_index_counts: Array | None
+    kv_block_size: int | tuple[int, int] | None
+
+
 class RunOptions(TypedDict, total=False):
     """Execution.
 
@@ -275,7 +296,7 @@ class ReturnOptions(TypedDict, total=False):
     return_max_logit: bool
 
 
-class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], total=False):
+class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], ListOptions["Tensor"], total=False):
     """Tensors of PyTorch.
 
     These are the arguments that do not decide the type of the result.
@@ -298,7 +319,7 @@ class Arguments(Options, ReturnOptions, total=False):
 
 _SUBJECTS: tuple[Any, ...] = (  # in the order of the docstring
     *(FormatOptions, ShortOptions, MaskOptions, BiasOptions, SoftmaxOptions, DropoutOptions, ModOptions),
-    *(LengthOptions, CacheOptions, Fp8Options, RunOptions, ArrayOptions, Options, ReturnOptions),
+    *(LengthOptions, CacheOptions, ListOptions, Fp8Options, RunOptions, ArrayOptions, Options, ReturnOptions),
 )
 NO_TENSORS: tuple[Any, ...] = ()  # compared by identity
 DEFAULTS: dict[str, Any] = {

@@ -68,6 +68,19 @@ jit_trace = _C._get_tracing_state
 forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")  # negative: no level
 set_jit_trace: Callable[[Any], None] = _C._set_tracing_state  # type: ignore[attr-defined]
 
+
+def is_differentiated(t: Tensor) -> bool:
+    """Returns whether forward mode, or a transform of torch.func other than vmap, takes a derivative with respect to t."""
+    while True:
+        if forward_mode_level() >= 0 and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+            return True
+        if not is_transformed(t):
+            return False
+        if not is_batched(t):  # a wrapper of torch.func.grad, jvp or functionalize
+            return True
+        t = _functorch.get_unwrapped(t)
+
+
 # Dispatch keys and the settings of a thread.
 DispatchKey = _C.DispatchKey
 DispatchKeySet = _C.DispatchKeySet

@@ -1,4 +1,7 @@
-"""Attention has first derivatives only, of one gradient at a time: a guard makes any derivative of its gradients raise."""
+"""The guard of attention's backwards: their gradients get derivatives if the call has second ones, or else raise if differentiated.
+
+A gradient has no batch: one gradient at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,15 @@ from torch import Tensor
 from flexattn import compat
 
 MESSAGE = (
-    "flexattn's attention has no second derivative, and a derivative of its gradients was asked for (a gradient of a loss that was "
-    "made of them, as a gradient penalty or a Hessian-vector product); accepted: first derivatives, or for this part of the model "
-    "attention in plain torch ops: softmax(q @ k.mT * scale) @ v, or torch's scaled_dot_product_attention under "
-    "sdpa_kernel(SDPBackend.MATH)"
+    "attention in FP8 or over ranks and attention_backward() have no second derivative, and a derivative of their gradients was "
+    "asked for (a gradient of a loss that was made of them, as a gradient penalty or a Hessian-vector product); accepted: first "
+    "derivatives, attention() on one device in float16, bfloat16, float32 or float64, or attention in plain torch ops: "
+    "softmax(q @ k.mT * scale) @ v"
+)
+
+PART = (
+    "attention_backward() has no derivative, and a transform of torch.func or forward mode differentiates one of its tensors; "
+    "accepted: torch.autograd.grad(..., create_graph=True) of attention()"
 )
 
 BATCHED = (
@@ -25,9 +33,11 @@ BATCHED = (
 )
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
+# differentiate(ctx, saved tensors, gradients, *incoming gradients) returns the gradients with derivatives, or None without them.
+Differentiate = Callable[..., "Sequence[Tensor | None] | None"]
 
 
-def first_order(backward: Backward) -> Backward:
+def first_order(backward: Backward, differentiate: Differentiate | None = None) -> Backward:
     """Makes a Function's backward of backward(ctx, saved tensors, *incoming gradients); the Function must have saved out first."""
 
     @functools.wraps(backward)
@@ -41,9 +51,16 @@ def first_order(backward: Backward) -> Backward:
         except RuntimeError:  # raised by the address of a batched tensor, and by operators that get one
             refuse_batched(*incoming)
             raise
-        return guarded(gradients, saved[0], *incoming)  # autograd finds every input by the node of out
+        found = None if differentiate is None else differentiate(ctx, saved, gradients, *incoming)
+        # Without derivatives, autograd finds every input by the node of out.
+        return guarded(gradients, saved[0], *incoming) if found is None else tuple(found)
 
     return wrapper
+
+
+def second_order(differentiate: Differentiate) -> Callable[[Backward], Backward]:
+    """Decorates a backward whose gradients have derivatives: see `first_order`."""
+    return functools.partial(first_order, differentiate=differentiate)
 
 
 def guarded(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -7,12 +7,11 @@ that `select` returns for its direction.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from flexattn import (
@@ -30,7 +29,9 @@ from flexattn.dispatch.spec import (
     Gradients,
     Operands,
     Results,
+    batch_of,
     empty_outputs,
+    lists_of_a_query,
     parse_format,
     with_classes,
 )
@@ -79,6 +80,7 @@ class Settings(NamedTuple):
     batch_invariant: bool = False
     fp32_gradients: str = "none"  # this and the next field: see `Results`
     fp32_out: bool = False
+    kv_block: int = 1  # keys of a block that an entry of kv_indices names
 
 
 _operators = torch.ops.flexattn
@@ -128,24 +130,21 @@ def new_rng_state(device: torch.device) -> Tensor:
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def refuse_transforms(x: Operands) -> None:
-    """Raises RuntimeError if one of the tensors belongs to a transform, because the operators would silently ignore it."""
+def is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
+    """Returns whether a derivative of torch.func or of forward mode is taken with respect to one of the tensors.
+
+    Raises RuntimeError if torch.vmap alone maps one of them.
+    """
     if compat.forward_mode_level() < 0 and not compat.has_transforms():
-        return
-    for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask):
-        if not isinstance(t, Tensor):
-            continue
-        if compat.is_batched(t):
-            raise RuntimeError(
-                "attention() has no rule for torch.vmap; pass a tensor with one batch dim: reshape the mapped dim into b"
-            )
-        if compat.is_transformed(t):
-            raise RuntimeError(
-                "attention() has no rule for torch.func's transforms (grad, vjp, jvp, jacrev, ...); use .backward() or "
-                "torch.autograd.grad"
-            )
-        if compat.forward_mode_level() >= 0 and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
-            raise RuntimeError("attention() has no forward-mode derivative; use .backward() or torch.autograd.grad")
+        return False
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    if any(compat.is_differentiated(t) for t in given):
+        return True
+    if any(compat.is_batched(t) for t in given):
+        raise RuntimeError(
+            "attention() has no rule for torch.vmap; pass a tensor with one batch dim: reshape the mapped dim into b"
+        )
+    return False
 
 
 def _program_of(mods: str) -> Program | None:
@@ -194,6 +193,9 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         kv_dtype=None if x.k.dtype == x.q.dtype else x.k.dtype,
         page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
         has_origin=x.rng_state is not None and x.rng_state.dim() == 2,
+        bias_is_shared=x.bias is not None and x.bias.shape[0] != 1 and x.bias.shape[0] != batch_of(q_format, x),
+        kv_lists=0 if x.kv_indices is None else lists_of_a_query(x.kv_indices, q_format),
+        kv_block=settings.kv_block,
     )
 
 
@@ -379,3 +381,9 @@ captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first
 _LISTS = slice(Operands._fields.index("mod_tensors"), len(Operands._fields))
+
+
+def tensors_of(x: Operands) -> tuple[Tensor | None, ...]:
+    """Returns all tensors of a call: the fields, then the captures of mods, then the tensors of a block mask."""
+    fields: tuple[Any, ...] = x[:_NUM_TENSORS]
+    return (*fields, *x.mod_tensors, *x.block_mask)

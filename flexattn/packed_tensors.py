@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn import compat
+
 
 def unpack(packed: Tensor, dim: int) -> tuple[Tensor, ...]:
     """Returns the slices of a tensor along `dim` as views: q, k and v, or k and v, of one tensor.
@@ -15,7 +17,9 @@ def unpack(packed: Tensor, dim: int) -> tuple[Tensor, ...]:
     Differentiable. If the gradients of the slices lie in one tensor in the same way, the gradient of `packed` is that tensor,
     without a copy. A call with a packing in its `Results` returns such gradients. All others are copied as by torch.stack.
     """
-    return Unpacked.apply(packed, dim) if packed.requires_grad else packed.unbind(dim)  # type: ignore[no-untyped-call]
+    if packed.requires_grad and not compat.has_transforms():
+        return Unpacked.apply(packed, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return packed.unbind(dim)
 
 
 class Unpacked(torch.autograd.Function):

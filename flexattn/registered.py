@@ -14,14 +14,15 @@ import torch
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
-    Tensor? seqused_q, Tensor? seqused_kv, Tensor? page_table, Tensor? memory,
+    Tensor? seqused_q, Tensor? seqused_kv, Tensor? page_table, Tensor? kv_indices,
+    Tensor? kv_index_counts, Tensor? memory,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
     Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] copies16,
     str qkv_format, bool padding, int? window_left, int? window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
     str mods, bool has_floor, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
     bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing,
-    bool batch_invariant, str fp32_gradients='none', bool fp32_out=False"""
+    bool batch_invariant, str fp32_gradients='none', bool fp32_out=False, int kv_block=1"""
 _LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
 _KIND = "str granularity, int block_rows, int margin, bool rotation"
 

@@ -45,13 +45,17 @@ def in_full(q: object, k: object, arguments: Mapping[str, Any]) -> Any:
 
 
 def without_aliases(q: Any, k: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options with cu_seqlens, max_seqlen and mask written as other options."""
+    """Returns the options with cu_seqlens, max_seqlen, mask and lists of blocks written as other options."""
     given = dict(options)
     for name in BOTH_SIDES:
         value = given.pop(name, None)
         if value is not None:
             sides = f"{name}_q", f"{name}_kv"
             given.update(zip(sides, both_sides(name, value, *map(given.get, sides)), strict=True))
+    if given.get("kv_block_size") is not None:
+        from flexattn.key_lists import with_block_mask  # here, because calls without lists of blocks should not wait for its import
+
+        given = with_block_mask(q, k, given)
     mask = given.pop("mask", None)
     if mask is not None:
         given.update(masked(q, mask, score_sizes(q, k, DEFAULTS | given), DEFAULTS | given))
@@ -107,21 +111,24 @@ def _check_one_diagonal(q: object, k: object, full: dict[str, Any], formats: tup
     raise ValueError(f"causal is True and {why}. {hint}{DIAGONALS.format(*names)}.")
 
 
-def score_sizes(q: Any, k: Any, full: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the sizes [b, h, sq, skv] of the scores of a mask or a bias. Raises if they are not known."""
+def score_sizes(q: Any, k: Any, full: dict[str, Any], argument: str = "mask") -> tuple[Any, ...]:
+    """Returns the sizes [b, h, sq, skv] of the scores of a mask or a bias. Raises if they are not known.
+
+    argument: the name of the mask in errors.
+    """
     q_format, kv_format = parse_format(str(full["qkv_format"]))
     for name, x, fmt in (("q", q, q_format), ("k", k, kv_format)):
         if not isinstance(x, Tensor) or is_jagged(x) or x.dim() != len(fmt):
             nested = isinstance(x, Tensor) and is_jagged(x)
             instead = "Pass a mask_mod instead of mask." if nested else f"Pass a tensor with the {len(fmt)} dims of {fmt}."
-            raise ValueError(f"mask is given and {name} is {'nested' if nested else describe(x)}. {instead}")
+            raise ValueError(f"{argument} is given and {name} is {'nested' if nested else describe(x)}. {instead}")
     lengths = []
     for end, x, fmt in (("q", q, q_format), ("kv", k, kv_format)):
         length = as_index(full[f"max_seqlen_{end}"]) if fmt == "thd" else sizes_of(x)[fmt.index("s")]
         if length is None:
             raise ValueError(
-                f"mask is given with packed sequences and without max_seqlen_{end}. Pass max_seqlen_{end}, the size of the mask in "
-                "that dim; the mask is indexed within each sequence."
+                f"{argument} is given with packed sequences and without max_seqlen_{end}. Pass max_seqlen_{end}, the size of the "
+                "mask in that dim; the mask is indexed within each sequence."
             )
         lengths.append(length)
     table, cu_seqlens = full.get("page_table"), full["cu_seqlens_q"]

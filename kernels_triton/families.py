@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common import crossovers
-from flexattn.kernels_triton.common.crossovers import Facts, Rule
+from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS, Facts, Rule
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
-from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, SPLIT_PROGRAMS
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
@@ -40,6 +40,11 @@ def _blackwell(name: str) -> Any:
 def _mma(name: str) -> Any:
     """Returns a module of kernels for mma.sync, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.mma.{name}")
+
+
+def _sparse(name: str) -> Any:
+    """Returns a module of kernels for lists of keys, imported when a call has them."""
+    return importlib.import_module(f"flexattn.kernels_triton.sparse.{name}")
 
 
 def _gluon(name: str) -> Any:
@@ -92,6 +97,9 @@ class Choice(NamedTuple):
 
 def choose(call: Call, policy: Policy) -> Choice:
     """Returns the first family that can run a call and is not slower, in the order for its direction and operands."""
+    if call.problem.kv_indices is not None:
+        family = SPARSE_FORWARD if isinstance(call, Forward) else SPARSE_BACKWARD
+        return Choice(family, family.tile(call), "the kernels for lists of keys", ())
     order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected: list[tuple[str, str]] = []
     for family in order[:-1]:
@@ -495,6 +503,26 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
     run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
     rules="sm_90 two-kernel",
     capabilities=frozenset((90,)),
+)
+
+
+SPARSE_FORWARD = Family[Forward](
+    name="sparse",
+    direction="forward",
+    unsupported=_never,
+    tile=lambda call: _sparse("tiles").forward_tile(call.problem),
+    blocks=lambda tile: f"{tile.block_m} heads x {tile.block_n} keys",
+    run=lambda call, tile: _sparse("forward").sparse_forward(call.problem, call.out, call.lse, tile),
+)
+
+
+SPARSE_BACKWARD = Family[Backward](
+    name="sparse",
+    direction="backward",
+    unsupported=_never,
+    tile=lambda call: _sparse("tiles").backward_tile(call.problem),
+    blocks=lambda tile: f"{tile.block_m} heads x {tile.block_n} keys",
+    run=lambda call, tile: _sparse("backward").sparse_backward(call, tile),
 )
 
 

@@ -51,6 +51,7 @@ TARGETS = [
     Target("lines in the wheel", most=61_000),
     Target("lines of device code, without mma", most=8_000, holds=True),
     Target("lines of device code for mma.sync", most=750, holds=True),  # a family for GPUs that had none when the targets were set
+    Target("lines of device code for lists of keys", most=450, holds=True),  # likewise
     Target("lines of tests"),
     Target(f"listings of {MANY} or more arguments of attention", most=8, holds=True),
     Target(f"files of flexattn (without {', '.join(sorted(DOORS))}) and dispatch that name {ONE_ARGUMENT}", most=6, holds=True),
@@ -63,7 +64,7 @@ TARGETS = [
     Target("warm call of JAX outside of jit: files", most=10, holds=True),
     Target("warm call of JAX outside of jit: functions"),
     Target("functions named slower", most=1, holds=True),
-    Target("files of dispatch and kernels_triton whose constants cite a result file (thresholds)", most=1),
+    Target("files of dispatch and kernels_triton whose constants cite a result file (thresholds)", most=1, holds=True),
     Target("longest chain of imports in kernels_triton", most=10, holds=True),
     Target("files that import common/primitives.py", most=0, holds=True),
     Target("modules of hopper that blackwell imports", most=0, holds=True),
@@ -104,8 +105,9 @@ def measured(root: Path) -> dict[str, float]:
     values: dict[str, float] = {
         "lines of source": sum(map(_length, source)),
         "lines in the wheel": sum(_length(module) for module in source if is_in_wheel(module, root)),
-        "lines of device code, without mma": sum(path.parts[1] != "mma" for path, _ in device_lines),
+        "lines of device code, without mma": sum(path.parts[1] not in ("mma", "sparse") for path, _ in device_lines),
         "lines of device code for mma.sync": sum(path.parts[1] == "mma" for path, _ in device_lines),
+        "lines of device code for lists of keys": sum(path.parts[1] == "sparse" for path, _ in device_lines),
         "lines of tests": sum(_length(module) for module in found if module.path.parts[0] == "tests"),
         f"listings of {MANY} or more arguments of attention": sum(
             listings(module.tree, names, may_sign=module.path.parts[:2] == ("flexattn", "integrations")) for module in source

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexattn import call_cache, fp8, validation
 from flexattn.cached_call import TENSOR_FIELDS, KeptCall
 from flexattn.call_cache import CONSTANTS, CallKey, split_of
-from flexattn.call_options import BOTH_SIDES, DEFAULTS, CacheOptions, CommonOptions, LengthOptions, ReturnOptions
+from flexattn.call_options import BOTH_SIDES, DEFAULTS, CacheOptions, CommonOptions, LengthOptions, ListOptions, ReturnOptions
 from flexattn.dispatch.options import check_values, requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
 from flexattn.distributed import agreement, capture, exchange, quantise
@@ -49,6 +49,7 @@ NOT_TAKEN = {
     "causal": "attn_mask_type, which names the diagonal, of the plan or of this call",
     "mask": "a mask_mod that reads it, or bias",
     "out": "None, because results of parts are merged into a new tensor",
+    **dict.fromkeys(ListOptions.__annotations__, "None, as lists of keys are not split over ranks. A block_mask is"),
     **dict.fromkeys(CacheOptions.__annotations__, "keys without pages. attention_over_ranks decodes with a cache"),
 }
 

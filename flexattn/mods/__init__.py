@@ -14,6 +14,7 @@ from flexattn.mods.library import (
     relative_bias,
     sliding_window,
     softcap,
+    tree,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "relative_bias",
     "sliding_window",
     "softcap",
+    "tree",
 ]

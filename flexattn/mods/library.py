@@ -1,6 +1,7 @@
 """Common mods: each function returns a mask_mod or a score_mod for `attention`. Their source is also an example of a mod.
 
-Masks (for `mask_mod` or `create_block_mask`): causal, sliding_window, dilated_sliding_window, document, prefix_lm and natten_2d.
+Masks (for `mask_mod` or `create_block_mask`): causal, sliding_window, dilated_sliding_window, document, prefix_lm, tree and
+natten_2d.
 `both` and `either` combine masks. Scores (for `score_mod`): softcap, alibi, relative_bias.
 """
 
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.dispatch import options
+from flexattn.dispatch.neutral import is_capturing, is_traced
 from flexattn.mods.trace import Mod, refuse_misplaced
 from flexattn.validation import check_flag, describe
 
@@ -28,6 +31,7 @@ __all__ = [
     "relative_bias",
     "sliding_window",
     "softcap",
+    "tree",
 ]
 
 
@@ -69,6 +73,48 @@ def prefix_lm(prefix_lengths: Tensor) -> Mod:
             f"prefix_lengths is a {prefix_lengths.dtype} tensor of shape {tuple(prefix_lengths.shape)}; accepted: integers, [b]"
         )
     return _reading(functools.partial(_prefix_lm, prefix_lengths=prefix_lengths), "prefix_lengths", prefix_lengths, "b")
+
+
+def tree(parents: Tensor, starts: Tensor, ends: Tensor, tokens: int) -> Mod:
+    """mask_mod: a token sees the earlier tokens of its segment, and all tokens of the segment's ancestors.
+
+    A packed tree holds each shared prefix once, such as one prompt before its sampled answers. Its segments lie in one row in
+    depth-first order: a segment follows its parent, or ends the subtree of an earlier child. Then the tokens that see a key are
+    those from the key's position to the end of its segment's subtree.
+
+    Args:
+        parents: [n], integers: the index of each segment's parent, or -1 for a root.
+        starts, ends: [n], integers: position of each segment's first token, and of the token behind its last one. Positions ascend.
+        tokens: length of the row. A token outside of all segments sees nothing.
+
+    Raises:
+        TypeError, ValueError: a tensor has another dtype or shape, or the segments are in another order. Values on a GPU are
+            checked if `FLEXATTN_CHECK=1`.
+    """
+    _check_counts(tokens=tokens)
+    for name, x in (("parents", parents), ("starts", starts), ("ends", ends)):
+        _check_tensor(name, x)
+        if x.dim() != 1 or x.is_floating_point() or x.shape != parents.shape or not x.numel() or x.device != parents.device:
+            raise ValueError(
+                f"{name} is a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}; accepted: integers, [segments] with at "
+                f"least one segment, for parents, starts and ends alike, on one device"
+            )
+    if not is_traced() and (parents.device.type == "cpu" or (options.check_values() and not is_capturing())):
+        _check_tree(parents.tolist(), starts.tolist(), ends.tolist(), tokens)
+    parents, starts, ends = (x.long() for x in (parents, starts, ends))
+    # In each round, `last` is the end of the descendants fewer than 2**round levels below, `ancestors` the one 2**round above
+    last, ancestors = ends, parents
+    for _ in range((len(parents) - 1).bit_length()):
+        has_ancestor = ancestors >= 0
+        target = ancestors.clamp(min=0)
+        last = last.scatter_reduce(0, target, torch.where(has_ancestor, last, 0), "amax")
+        ancestors = torch.where(has_ancestor, ancestors[target], -1)
+    positions = torch.arange(tokens, device=parents.device)
+    segments = torch.searchsorted(ends, positions, right=True)
+    is_inside = segments < len(ends)
+    segments = segments.clamp(max=len(ends) - 1)
+    last_query = torch.where(is_inside & (positions >= starts[segments]), last[segments], 0).int()
+    return _reading(functools.partial(_tree, last_query=last_query), "the tree", last_query, "s")
 
 
 def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
@@ -173,60 +219,66 @@ def _check_all(checks: list[Any], *sizes: Any) -> None:
 # The mods themselves: functions of the module, not closures, so that an object that holds one can be pickled.
 
 
-def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx
 
 
-def _sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any, left: int, right: int) -> Any:
+def _sliding_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, left: int, right: int) -> Tensor:
     return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
 
-def _dilated_sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any, window: int, dilation: int) -> Any:
+def _dilated_sliding_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, window: int, dilation: int) -> Tensor:
     distance = (q_idx - kv_idx).abs()
     return (distance <= window * dilation) & (distance % dilation == 0)
 
 
-def _document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_ids: Tensor) -> Any:
+def _document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, document_ids: Tensor) -> Tensor:
     return document_ids[q_idx] == document_ids[kv_idx]
 
 
-def _document_of_batch(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_ids: Tensor) -> Any:
+def _document_of_batch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, document_ids: Tensor) -> Tensor:
     return document_ids[b, q_idx] == document_ids[b, kv_idx]
 
 
-def _prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any, prefix_lengths: Tensor) -> Any:
+def _prefix_lm(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, prefix_lengths: Tensor) -> Tensor:
     return (q_idx >= kv_idx) | (kv_idx < prefix_lengths[b])
 
 
-def _natten_2d(b: Any, h: Any, q_idx: Any, kv_idx: Any, height: int, width: int, half: int) -> Any:
+def _tree(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, last_query: Tensor) -> Tensor:
+    return (kv_idx <= q_idx) & (q_idx < last_query[kv_idx])
+
+
+def _natten_2d(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, height: int, width: int, half: int) -> Tensor:
     center_y = (q_idx // width).clamp(half, height - 1 - half)
     center_x = (q_idx % width).clamp(half, width - 1 - half)
     return ((kv_idx // width - center_y).abs() <= half) & ((kv_idx % width - center_x).abs() <= half)
 
 
-def _both(b: Any, h: Any, q_idx: Any, kv_idx: Any, mask_mods: tuple[Mod, ...]) -> Any:
-    visible = mask_mods[0](b, h, q_idx, kv_idx)
+def _both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, mask_mods: tuple[Mod, ...]) -> Tensor:
+    visible: Tensor = mask_mods[0](b, h, q_idx, kv_idx)
     for mask_mod in mask_mods[1:]:
         visible = visible & mask_mod(b, h, q_idx, kv_idx)
     return visible
 
 
-def _either(b: Any, h: Any, q_idx: Any, kv_idx: Any, mask_mods: tuple[Mod, ...]) -> Any:
-    visible = mask_mods[0](b, h, q_idx, kv_idx)
+def _either(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, mask_mods: tuple[Mod, ...]) -> Tensor:
+    visible: Tensor = mask_mods[0](b, h, q_idx, kv_idx)
     for mask_mod in mask_mods[1:]:
         visible = visible | mask_mod(b, h, q_idx, kv_idx)
     return visible
 
 
-def _softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, cap: Any) -> Any:
+def _softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, cap: float | Tensor) -> Tensor:
     return cap * torch.tanh(score / cap)
 
 
-def _alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Tensor) -> Any:
+def _alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor) -> Tensor:
     return score - slopes[h] * (q_idx - kv_idx).abs()
 
 
-def _relative_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Tensor, bucket_of: Tensor, max_distance: int) -> Any:
+def _relative_bias(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, table: Tensor, bucket_of: Tensor, max_distance: int
+) -> Tensor:
     distance = (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance
     return score + table[bucket_of[distance], h]
 
@@ -256,6 +308,25 @@ def _check_counts(**counts: int) -> None:
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {describe(value)}; accepted: a tensor")
+
+
+def _check_tree(parents: list[int], starts: list[int], ends: list[int], tokens: int) -> None:
+    """Raises ValueError if positions do not ascend within the row, or the segments are not in depth-first order."""
+    path: list[int] = []  # the last segment and its ancestors, the root first
+    position = 0
+    for n, (parent, start, end) in enumerate(zip(parents, starts, ends, strict=True)):
+        if not position <= start <= end <= tokens:
+            raise ValueError(
+                f"starts[{n}] is {start} and ends[{n}] is {end}; accepted: {position} <= start <= end <= {tokens}, the end of the "
+                "segment before and the tokens of the row"
+            )
+        while path and path[-1] != parent:
+            path.pop()
+        if parent != -1 and not path:
+            before = "-1, because no segment precedes" if n == 0 else f"-1, {n - 1} or one of its ancestors: depth-first order"
+            raise ValueError(f"parents[{n}] is {parent}; accepted: {before}")
+        path.append(n)
+        position = end
 
 
 def _check_masks(name: str, mask_mods: tuple[object, ...]) -> None:

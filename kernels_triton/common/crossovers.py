@@ -204,6 +204,16 @@ def fastest_tile(use: str, facts: Facts) -> str:
     return "" if rule is None else rule.tile
 
 
+# Limits of the form of a KV split (`split_kv.py`; bench/results/splits_h200.json).
+SPLIT_KEYS = 128
+"""Minimum keys of each split. For one sequence of 1024 keys, 8 splits take 16 us, 4 splits 17 us and no split 21 us."""
+SPLIT_MOST = 128
+"""Maximum splits of a tile: the lse values of all splits are in registers at once."""
+SPLIT_PIECE = 2048
+"""Minimum keys of a split of a batch-invariant call: a multiple of every tile's keys."""
+SPLIT_PROGRAMS = 2
+"""Programs of the portable kernel for each multiprocessor; the kernels of sm_90 have one."""
+
 _STANDARD = ("standard_h200.json", "lengths_h200.json")
 _DECODE = ("decode_h200.json", "splits_h200.json")
 _DROPOUT = "dropout_h200.json"

@@ -25,14 +25,13 @@ from flexattn.kernels_triton.common.arguments import (
     Scales,
     Scores,
 )
+from flexattn.kernels_triton.common.crossovers import SPLIT_MOST, SPLIT_PIECE
 from flexattn.kernels_triton.common.features import Features, with_features
 from flexattn.kernels_triton.common.tiles import (
     FEW,
     FORWARD,
     LATENT,
     SHORT,
-    SPLIT_MOST,
-    SPLIT_PIECE,
     Table,
     cdiv,
     row_of,
@@ -183,7 +182,7 @@ class Problem:
     window_left: int | None = None
     window_right: int | None = None
     bottom_right: bool = False
-    bias: Tensor | None = None  # [b | 1, h | 1, sq | 1, skv | 1]
+    bias: Tensor | None = None  # [b | a divisor of b, h | 1, sq | 1, skv | 1]
     bias_is_pre_scale: bool = False
     alibi_slopes: Tensor | None = None  # fp32 [h] or [b, h], contiguous
     softcap: float = 0.0
@@ -198,6 +197,9 @@ class Problem:
     seqused_q: Tensor | None = None  # int32 [b], tokens that a sequence uses of its slot or row; None: all of them
     seqused_kv: Tensor | None = None
     page_table: Tensor | None = None  # int32 [b, columns]; k and v are then [pages, page size, h_kv, d]; forward only
+    kv_indices: Tensor | None = None  # int32 [b, sq, 1 | h_kv, n], [total_q, 1 | h_kv, n] for packed q, contiguous
+    kv_index_counts: Tensor | None = None  # int32, the same without the last dim; None: all entries of a list count
+    kv_block: int = 1  # keys of a block that an entry of kv_indices names
     max_seqlen_q: int = 0  # used for [total, h, d], and for keys in pages; otherwise the sequence dim counts
     max_seqlen_kv: int = 0
     mods: Mods | None = None
@@ -479,7 +481,7 @@ class Problem:
         return Scores(
             scale=float(self.softmax_scale),
             softcap=float(self.softcap),
-            bias=_bias(self.bias),
+            bias=_bias(self.bias, self.batch),
             alibi=_alibi(self.alibi_slopes),
             captures=self.captures,
         )
@@ -596,12 +598,13 @@ def _list_strides(counts: Tensor) -> tuple[int, int]:
     return heads * lists if batch > 1 else 0, lists if heads > 1 else 0
 
 
-def _bias(bias: Tensor | None) -> Bias:
+def _bias(bias: Tensor | None, batch: int) -> Bias:
     # Triton 3.6 has no tuples with None that are made in a kernel, and `Head` is one that contains these strides
     if bias is None:
-        return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0)
+        return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0, group=None)
     stride_b, stride_h, stride_m, stride_n = _strides(bias, 4)
-    return Bias(ptr=bias, stride_b=stride_b, stride_h=stride_h, stride_m=stride_m, stride_n=stride_n)
+    group = None if bias.shape[0] in (1, batch) else batch // bias.shape[0]
+    return Bias(ptr=bias, stride_b=stride_b, stride_h=stride_h, stride_m=stride_m, stride_n=stride_n, group=group)
 
 
 def _alibi(slopes: Tensor | None) -> Alibi | None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Band, Lengths, Pointer, Rows
-from flexattn.kernels_triton.common.crossovers import Facts, deciding, slower
+from flexattn.kernels_triton.common.crossovers import SPLIT_KEYS, SPLIT_MOST, Facts, deciding, slower
 from flexattn.kernels_triton.common.exponents import LN2, LOG2E
 from flexattn.kernels_triton.common.facts import key_bytes
 from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
@@ -39,7 +39,7 @@ from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.split_ranges import Parts
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import SPLIT_KEYS, SPLIT_MOST, cdiv, slots_of_heads
+from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch

@@ -6,7 +6,11 @@ Tests compile rows ahead of time for their architecture and check shared memory,
 compiles one row of each kernel, `pytest -m slow` the most important rows, and `-m exhaustive` all of them. The fp16 and bf16 rows
 of 9.0 were the fastest of several on an NVIDIA H200 at 512 to 4096 tokens, causal and full (bench/results/tiles_*_h200.json). Most
 of 8.0, 8.6 and 12.0 up to 512 were the fastest of several when an NVIDIA H200 ran the code of sm_80
-(bench/results/older_tiles_h200.json). Other rows have not been timed.
+(bench/results/older_tiles_h200.json). Other rows of these tables have not been timed. Figures of single tiles, in bench/results:
+
+- the first FP8 row of 9.0 up to 256, the fastest of a few, causal at 8,192 tokens on an NVIDIA H200: fp8_tiles_h200.json
+- `ONE_GRID` and `DQ_PART`: short_backwards_h100.json
+- `PREPROCESS`: small_kernels_h200.json
 """
 
 from __future__ import annotations
@@ -198,7 +202,7 @@ DKDV: Table = {
 }
 
 ONE_GRID = Tile(64, 64, 4, 2)
-"""Tile for programs of dq and of dk with dv in one launch, on 9.0 (bench/results/short_backwards_h100.json).
+"""Tile for programs of dq and of dk with dv in one launch, on 9.0.
 
 One stage is 8 to 13 % faster, but ptxas 12.8 generates wrong code for such loops at some head dims (`undefined_registers`).
 """
@@ -207,8 +211,7 @@ for _table in (FORWARD, DQ, DKDV):
     _table[120, 2] = _table[86, 2]
     _table[INTERPRETER, 1] = _SMALL
 
-# FP8: PV, and in the backward each product, has its own accumulator beside the sum. The first tile in the rows of 9.0 up to 256 is
-# the fastest of a few on an NVIDIA H200, causal at 8192 (fp8_tiles_h200.json). Other rows have not been timed.
+# FP8: PV, and in the backward each product, has its own accumulator beside the sum.
 FORWARD[89, 1] = FORWARD[120, 1] = (
     Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     Row(256, Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)),
@@ -435,25 +438,15 @@ class BlackwellBackwardTile:
 BLACKWELL_BACKWARD = (BlackwellBackwardTile(head_dim=64, dout_stages=2), BlackwellBackwardTile(head_dim=128, dout_stages=1))
 """`conditions.backward_tile` halves the columns for modified scores."""
 
-# Limits of the form of a KV split (`split_kv.py`; bench/results/splits_h200.json).
-SPLIT_KEYS = 128
-"""Minimum keys of each split. For one sequence of 1024 keys, 8 splits take 16 us, 4 splits 17 us and no split 21 us."""
-SPLIT_MOST = 128
-"""Maximum splits of a tile: the lse values of all splits are in registers at once."""
-SPLIT_PIECE = 2048
-"""Minimum keys of a split of a batch-invariant call: a multiple of every tile's keys."""
-SPLIT_PROGRAMS = 2
-"""Programs of the portable kernel for each multiprocessor; the kernels of sm_90 have one."""
-
 # Tiles of the preprocess kernel. 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of
-# a backward of 512 to 2048 tokens (bench/results/small_kernels_h200.json).
+# a backward of 512 to 2048 tokens.
 PREPROCESS = Tile(32, 64, 4, 1)
 PREPROCESS_OF_FP8 = Tile(128, 64, 8, 1)  # for a program that quantises dout
 PREPROCESS_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # for wide heads: a larger tile in registers would leave room for few programs
 
 DQ_PART = 256 * 128
 """Elements of a part of dq that a fused backward converts. At head dim 128 without a mask, double parts took up to 5 % longer, and
-half parts up to 3 % longer (bench/results/short_backwards_h100.json).
+half parts up to 3 % longer.
 """
 
 

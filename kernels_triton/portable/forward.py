@@ -21,6 +21,7 @@ from flexattn.kernels_triton.common.arguments import (
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
 from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
+from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import (
     FP8_OFFSET,
@@ -43,7 +44,7 @@ from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.split_ranges import part_row, range_of_blocks, range_of_split, share_of_split
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
-from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS, slots_of_heads
+from flexattn.kernels_triton.common.tiles import FORWARD, slots_of_heads
 from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
 from flexattn.kernels_triton.runtime.device import Tile, num_processors
 from flexattn.kernels_triton.runtime.launch import kernel, launch

@@ -63,6 +63,7 @@ def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 PADDED = {**{name: randn(2, 5, 4, 8) for name in "qkv"}, "attn_mask_type": "padding"}
 USED = torch.tensor([5, 2], dtype=torch.int32)
 PAGED = PADDED | {"seqused_kv": USED, "page_table": torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)}
+LISTS = {"kv_indices": torch.arange(30, dtype=torch.int32).view(2, 5, 3) % 5}
 BIAS = {"bias_type": "post_scale_bias", "bias": randn(1, 4, 5, 5)}
 SINK = {"softmax_type": "learnable", "softmax_offset": randn(4)}
 ALIBI = {"bias_type": "alibi"}
@@ -91,6 +92,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seqused_q": (PADDED | {"seqused_kv": USED}, {"seqused_q": USED}),
     "seqused_kv": (PADDED | {"seqused_q": USED}, {"seqused_kv": USED}),
     "page_table": (PAGED, {"page_table": torch.tensor([[0], [1]], dtype=torch.int32)}),
+    "kv_indices": (LISTS, {"kv_indices": LISTS["kv_indices"][..., :2]}),
+    "kv_index_counts": (LISTS, {"kv_index_counts": torch.ones(2, 5, dtype=torch.int32)}),
+    "kv_block_size": (LISTS, {"kv_block_size": (1, 2)}),
     "max_seqlen_q": (PACKED, {"max_seqlen_q": 5}),
     "max_seqlen_kv": (PACKED, {"max_seqlen_kv": 5}),
     "bias_type": (BIAS, {"bias_type": "pre_scale_bias"}),
@@ -340,8 +344,6 @@ def test_gradients_are_those_of_an_ordinary_call() -> None:
     out = flexattn.attention(**call)[0]
     only_lse = flexattn.attention(**call, return_lse=True)[1]
     assert only_lse.requires_grad
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(torch.autograd.grad(out.sum(), leaves[0], create_graph=True)[0].sum(), leaves[0])
     with torch.no_grad():
         call["q"].add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -820,4 +822,4 @@ def test_a_replay_is_made_on_the_recordings_device(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_tensors_of_operands_come_first() -> None:
-    assert Operands._fields[:15] == TENSOR_FIELDS
+    assert Operands._fields[:17] == TENSOR_FIELDS

@@ -303,6 +303,21 @@ GROUPS = {
     "Packed sequences and caches": PACKED,
 }
 MISTAKES = {name: mistake for group in GROUPS.values() for name, mistake in group.items()}
+SHOWN_WITH_TEXT = {  # on the page; the others are rows of a table
+    "`True` by position",
+    "`is_causal`",
+    "`causal` with two lengths",
+    "`window_size` without a diagonal",
+    "`attn_mask_type` misspelt",
+    "A mask of another size",
+    "A mod that branches",
+    "One query with a causal mask",
+    "Heads before tokens in the default format",
+    "Two dtypes",
+    "`thd` without lengths",
+    "`max_seqlen` left out",
+    "`causal` with two tensors of lengths",
+}
 
 
 def names() -> dict[str, Any]:
@@ -373,7 +388,7 @@ def page() -> str:
     lines = [
         "# Error messages",
         "",
-        "This page lists the messages of common mistakes in calls of `attention`, and the call that each message leads to.",
+        "This page lists common mistakes in calls of `attention`, the right call for each, and the longer messages.",
         "",
         "```py",
         "q, k, v = torch.randn(3, 2, 16, 4, 8)  # [batch, seq, heads, head dim]",
@@ -387,14 +402,33 @@ def page() -> str:
         "- On a CPU every call compares the lengths of its sequences with the tensors and with `max_seqlen`.",
         "- On a GPU that waits for the device. Set `FLEXATTN_CHECK=1` to make these checks there too.",
         "- A `BackendError` gives the reason of each backend. `flexattn.explain` prints the same text without a call.",
+        "- In the tables `q, k, v` or the packed `x, x, x` come before the arguments, if a row does not name its tensors.",
     ]
     for title, group in GROUPS.items():
         lines += ["", f"## {title}"]
+        rows = []
         for name, (wrong, right, _) in group.items():
-            text = textwrap.wrap(text_of(wrong), 84, break_long_words=False, break_on_hyphens=False)
-            calls = [f"{wrong}  # wrong".replace("'", '"'), f"{right}  # right".replace("'", '"')]
-            lines += ["", f"### {name}", "", "```py", *calls, "```", "", "```text", *text, "```"]
+            wrong, right = (call.replace("'", '"') for call in (wrong, right))
+            if name in SHOWN_WITH_TEXT:
+                text = textwrap.wrap(text_of(wrong), 84, break_long_words=False, break_on_hyphens=False)
+                calls = [f"{wrong}  # wrong", f"{right}  # right"]
+                lines += ["", f"### {name}", "", "```py", *calls, "```", "", "```text", *text, "```"]
+            else:
+                rows.append(f"| {name} | `{arguments(wrong)}` | `{arguments(right)}` |")
+        lines += [
+            "",
+            f"### More {title[0].lower()}{title[1:]}",
+            "",
+            "| mistake | wrong arguments | right arguments |",
+            "|---|---|---|",
+            *rows,
+        ]
     return "\n".join(lines) + "\n"
+
+
+def arguments(call: str) -> str:
+    """Returns the arguments of a call, without a q, k and v in front."""
+    return call.removeprefix("attention(").removesuffix(")").removeprefix("q, k, v, ").removeprefix("x, x, x, ")
 
 
 def test_the_page_shows_what_calls_say() -> None:

@@ -20,8 +20,9 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common import split_kv as splits
+from flexattn.kernels_triton.common.crossovers import SPLIT_KEYS, SPLIT_MOST
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, SPLIT_KEYS, SPLIT_MOST, HopperTile
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
 from flexattn.kernels_triton.gluon import forward_launch, forward_rows, forward_work
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks

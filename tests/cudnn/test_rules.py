@@ -141,7 +141,19 @@ def test_the_rules_know_every_field_of_a_spec() -> None:
         *("q_format", "kv_format", "dtype", "num_heads", "num_heads_kv", "head_dim_qk", "head_dim_v", "padding", "band"),
         *("bias_type", "bias_dims", "softmax_type", "softcap", "dropout", "return_max_logit", "needs_grad", "needs_bias_grad"),
         *("deterministic", "device_type", "capability", "length_q", "length_kv", "dropout_in_sixteenths", "needs_lse_grad"),
-        *("mods", "block_size", "fp8", "is_part", "results", "page_size", "batch_invariant", "kv_dtype", "has_origin"),
+        *(
+            "mods",
+            "block_size",
+            "fp8",
+            "is_part",
+            "results",
+            "page_size",
+            "batch_invariant",
+            "kv_dtype",
+            "has_origin",
+            "kv_lists",
+            "kv_block",
+        ),
     }
     assert set(AttentionSpec._fields) == decided
     for direction in ("forward", "backward"):

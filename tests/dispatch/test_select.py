@@ -370,7 +370,7 @@ def test_failures_are_bounded(monkeypatch):
     monkeypatch.setattr(selection, "_CAPACITY", 3)
     q = torch.randn(1, 4, 2, 8)
     for n in range(6):
-        x = Operands(q[:, : n + 1], q, q, *[None] * 12, n, 4, 1.0, 0.0, 0.0)
+        x = Operands(q[:, : n + 1], q, q, *[None] * 14, n, 4, 1.0, 0.0, 0.0)
         spec = SPEC._replace(num_heads=n)
         for known in (selection.failures_of(x), selection._by_request.get(("cudnn", spec, "forward"))):
             assert not known
@@ -684,6 +684,8 @@ fields = {
     "kv_dtype": st.none() | st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
     "page_size": st.sampled_from([0, 1, 16, 48, 256]),
     "has_origin": st.booleans(),
+    "kv_lists": st.sampled_from([0, 0, 1, 3]),
+    "kv_block": st.sampled_from([1, 64]),
 }
 specs = st.fixed_dictionaries(fields).map(
     lambda given: AttentionSpec(**given | ({} if given["fp8"] is None else {"dtype": torch.float8_e4m3fn}))

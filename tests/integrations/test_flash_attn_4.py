@@ -177,7 +177,7 @@ def test_combine(qkv: list[torch.Tensor]) -> None:
     ("arguments", "error", "text"),
     [
         ({"score_mod_bwd": lambda *x: x}, NotImplementedError, "score_mod_bwd is not supported"),
-        ({"gather_kv_indices": torch.zeros(1)}, NotImplementedError, "gather_kv_indices is not supported"),
+        ({"gather_kv_indices": torch.zeros(1)}, TypeError, "kv_indices has dtype torch.float32"),
         ({"mask_mod": lambda *x: x, "causal": True}, ValueError, "mask_mod comes with causal True"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -197,3 +197,25 @@ def test_install_gives_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
         found = {name: sys.modules[name] for name in ("flash_attn.cute.interface", "flash_attn_interface", "flash_attn_3")}
     assert found["flash_attn.cute.interface"] is cute
     assert found["flash_attn_interface"] is found["flash_attn_3"] is flash_attn.flash_attn_3
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gathered_keys_are_those_of_a_mask(is_packed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, qv, k, v = (torch.randn(2, s, h, d, generator=generator) for s, h, d in ((5, 4, 8), (5, 4, 16), (9, 1, 8), (9, 1, 16)))
+    indices = torch.rand(2, 5, 9, generator=generator).argsort(-1)[..., :4].int()
+    indices[:, 0, 1:] = -1
+    seen = torch.zeros(2, 5, 10, dtype=torch.bool).scatter(-1, torch.where(indices < 0, 9, indices).long(), True)
+    options: dict[str, Any] = {"return_lse": True, "mask_mod": lambda b, h, i, j, info, aux: seen[b, i, j]}
+    wanted, wanted_lse = cute.flash_attn_func(q, k, v, qv, **options)
+    if is_packed:
+        flat = [x.flatten(0, 1) for x in (q, k, v, qv)]
+        lengths = {"cu_seqlens_q": torch.tensor([0, 5, 10]).int(), "cu_seqlens_k": torch.tensor([0, 9, 18]).int()}
+        lists = indices.flatten(0, 1)
+        out, lse = cute.flash_attn_varlen_func(
+            *flat, **lengths, max_seqlen_q=5, max_seqlen_k=9, gather_kv_indices=lists, return_lse=True
+        )
+    else:
+        out, lse = cute.flash_attn_func(q, k, v, qv, gather_kv_indices=indices, return_lse=True)
+    torch.testing.assert_close(out, wanted.view(out.shape))
+    torch.testing.assert_close(lse, wanted_lse.reshape(lse.shape))

@@ -18,7 +18,6 @@ from transformers.utils.generic import TransformersKwargs  # noqa: E402
 
 from flexattn.integrations.transformers import attention_forward, attention_mask, paged_attention_forward  # noqa: E402
 from flexattn.integrations.transformers.keywords import HARMLESS, REFUSED, check_keywords  # noqa: E402
-from tests.support.transformers_models import SIZES, VOCABULARY, make, register_both  # noqa: E402
 
 POSITIONAL = {"module", "query", "key", "value", "attention_mask"}
 
@@ -77,6 +76,8 @@ def test_no_keyword_is_both_harmless_and_something_else() -> None:
 @pytest.mark.parametrize("function", [attention_forward, paged_attention_forward])
 @pytest.mark.parametrize("name", [*REFUSED, "kernel_options", "cache_seqlens"])
 def test_a_keyword_that_may_change_the_result_raises_by_name(function: Callable[..., Any], name: str) -> None:
+    if name in _named(function):
+        pytest.skip("it has a parameter")
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(
         TypeError, match=rf'^{name} is passed by Identity \(int\): .*accepted: None\. .*attn_implementation="eager"'
@@ -101,24 +102,3 @@ def test_paged_attention_refuses_what_it_does_not_do(given: dict[str, Any], text
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match=text):
         paged_attention_forward(torch.nn.Identity(), q, q, q, None, **given)
-
-
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-EXPERTS = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-INDEXER = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
-SPARSE = {
-    "DeepseekV32": SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 2} | LATENT | EXPERTS | INDEXER,
-    "GlmMoeDsa": SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 2} | LATENT | EXPERTS | INDEXER,
-}
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_model_with_sparse_attention_raises_by_name(name: str) -> None:
-    kind = getattr(transformers, f"{name}Config", None)
-    if kind is None:
-        pytest.skip(f"this transformers has no {name}")
-    register_both()
-    tokens = torch.randint(3, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(1))
-    model = make(transformers.AutoModelForCausalLM, kind(**SPARSE[name]), "flexattn", torch.float32)
-    with torch.no_grad(), pytest.raises(TypeError, match=rf"indices is passed by {name}Attention.*sparse attention"):
-        model(tokens, use_cache=False)

@@ -42,6 +42,10 @@ MASKS: dict[str, tuple[Any, bool]] = {
     "ids beyond what is followed": (lambda device: mods.document(ids(device, 37, 80) + 2**62), False),
     "prefix": (lambda device: mods.prefix_lm(torch.tensor([40, 100], device=device)), True),
     "padding keys": (lambda device: keep(torch.arange(LENGTH, device=device) < torch.tensor([[30], [150]], device=device)), True),
+    "tree": (
+        lambda device: mods.tree(*torch.tensor([[-1, 0, 1, 0], [0, 40, 70, 90], [40, 70, 90, 150]], device=device), 150),
+        True,
+    ),
     "natten": (lambda device: mods.natten_2d(10, 15, 3), False),
     "dilated": (lambda device: mods.dilated_sliding_window(5, 3), False),
     "window or document": (lambda device: mods.either(mods.sliding_window(4, 4), mods.document(ids(device, 60))), True),

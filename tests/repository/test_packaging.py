@@ -145,7 +145,7 @@ def refused_versions(metadata: str) -> list[str]:
     """Returns the packages whose oldest, pinned or newest version on the page pip would refuse or not choose."""
     page = (ROOT / "docs" / "versioning.md").read_text("utf-8")
     rows = re.findall(r"^\| ([a-z-]+) +\| ([\d.]+) +\| ([\d.]+) +\| ([\d.]+) +\|$", page, re.MULTILINE)
-    assert {name for name, *_ in rows} == {"torch", "triton", "nvidia-cudnn-frontend", "transformers", "jax"}
+    assert {name for name, *_ in rows} == {"torch", "triton", "nvidia-cudnn-frontend", "transformers", "diffusers", "jax"}
     required = {
         name: (oldest, first_refused)
         for name, first_refused, oldest in re.findall(r"^Requires-Dist: ([\w-]+)(?:<([\d.]+),)?>=([\d.]+)", metadata, re.MULTILINE)

@@ -34,6 +34,7 @@ class _Extras(NamedTuple):
     aux_tensors: list[Tensor] | None
     aux_scalars: tuple[object, ...] | None
     block_sparse_tensors: object
+    gather_kv_indices: Tensor | None
 
 
 def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
@@ -77,6 +78,8 @@ def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[st
         )
     is_padded = any(x is not None for side in (q, k) for x in (side.cu_seqlens, side.used, side.table))
     result: dict[str, Any] = {**named(options._replace(causal=False), is_padded), **mods}
+    if extras.gather_kv_indices is not None:
+        result["kv_indices"] = extras.gather_kv_indices
     if is_padded:
         result |= sequences.named(q, k)
     if (left or 0) < 0 or (right or 0) < 0:
@@ -137,9 +140,8 @@ def _results(out: Tensor, lse: Tensor, return_lse: bool) -> tuple[Tensor, Tensor
     return out, lse if return_lse else lse.detach() if out.requires_grad else None
 
 
-def _refuse(score_mod_bwd: Mod | None, gather_kv_indices: Tensor | None) -> None:
+def _refuse(score_mod_bwd: Mod | None) -> None:
     refuse("score_mod_bwd", score_mod_bwd, "leave it out: the gradient is derived from score_mod")
-    refuse("gather_kv_indices", gather_kv_indices, "use mask_mod to select the visible keys")
 
 
 def flash_attn_func(
@@ -182,7 +184,8 @@ def flash_attn_func(
         block_sparse_tensors: a `block_sparsity.BlockSparseTensorsTorch` with block_size.
         num_splits, pack_gqa: ignored; flexattn chooses them.
         block_sparse_tensors_bwd: ignored; the backward derives its lists from block_sparse_tensors.
-        gather_kv_indices, score_mod_bwd: must be None.
+        gather_kv_indices: int32 [b, sq, n], the keys that each query sees, of any number n; -1 is empty. Also without qv.
+        score_mod_bwd: must be None.
         return_lse: if True, returns lse with its gradient: float32 [b, h, sq], or [b, sq, h] with qv; -inf for a query that sees
             no key. If False and out has a gradient, a detached lse is returned.
 
@@ -192,9 +195,10 @@ def flash_attn_func(
             block_size.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    _refuse(score_mod_bwd, gather_kv_indices)
+    _refuse(score_mod_bwd)
     options = Options(0.0, softmax_scale, causal, (-1, -1), softcap, None, deterministic)
-    extras = _Extras(window_size, learnable_sink, score_mod, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors)
+    mods = score_mod, mask_mod, aux_tensors, aux_scalars
+    extras = _Extras(window_size, learnable_sink, *mods, block_sparse_tensors, gather_kv_indices)
     queries, keys, qv = _queries(q, k, v, qv)
     out, lse = _attend(Lengths(queries, None, None), Lengths(keys, None, None), (v, qv), options, extras)
     return _results(out, lse, return_lse)
@@ -247,7 +251,8 @@ def flash_attn_varlen_func(
         min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: ignored; flexattn chooses them.
         page_table: int32 [b, columns], the pages of each sequence. k and v are then [pages, page_size, h_k, d] and [pages,
             page_size, h_k, d_v], without cu_seqlens_k, and a backward raises. None: no pages.
-        gather_kv_indices, score_mod_bwd: must be None.
+        gather_kv_indices: int32 [total_q, n] or [b, sq, n], as in `flash_attn_func`, counted within each sequence.
+        score_mod_bwd: must be None.
         return_lse: as in `flash_attn_func`; lse is float32 [h, total_q] or [b, h, sq], with qv [total_q, h] or [b, sq, h].
 
     Raises:
@@ -256,9 +261,10 @@ def flash_attn_varlen_func(
             block_size or is of packed sequences.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    _refuse(score_mod_bwd, gather_kv_indices)
+    _refuse(score_mod_bwd)
     options = Options(0.0, softmax_scale, causal, (-1, -1), softcap, None, deterministic)
-    extras = _Extras(window_size, learnable_sink, score_mod, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors)
+    mods = score_mod, mask_mod, aux_tensors, aux_scalars
+    extras = _Extras(window_size, learnable_sink, *mods, block_sparse_tensors, gather_kv_indices)
     queries, keys, qv = _queries(q, k, v, qv)
     lengths_q = Lengths(queries, cu_seqlens_q, seqused_q, max_seqlen_q)
     lengths_k = Lengths(keys, cu_seqlens_k, seqused_k, max_seqlen_k, page_table)

@@ -13,6 +13,7 @@ from flexattn.functional import attention
 from flexattn.integrations.transformers.keywords import check_keywords
 from flexattn.integrations.transformers.masks import Band, Packed, Visible
 from flexattn.integrations.transformers.patterns import MaskFunction
+from flexattn.integrations.transformers.selection import selection_of, with_sinks
 from flexattn.warn import warn_once
 
 
@@ -29,13 +30,16 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
     deterministic: bool | None = None,
     output_attentions: bool | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a transformers model, for its AttentionInterface.
 
@@ -58,6 +62,9 @@ def attention_forward(
         is_causal: query i sees the keys j <= i + skv - sq. Only used if attention_mask is None.
         s_aux: [h], logits of attention sinks. Differentiable.
         position_bias: [b, h, sq, skv], added to the scores; any dim may be 1. Differentiable.
+        indices: integers [b, sq, n], the keys that each query selects. dropout must be 0.
+        block_indices: integers [b, heads of the indexer, sq, n], the blocks of keys that each query selects, and -1 for none.
+        sinks: [b, h, sq, 1], a logit of a sink for each query and head. Differentiable.
         cu_seq_lens_q, cu_seq_lens_k: integers [sequences + 1], offsets of packed sequences among the tokens of all rows. Sequences
             are separated in addition to attention_mask.
         max_length_q, max_length_k: the longest of them, ints or 0-d tensors.
@@ -69,8 +76,7 @@ def attention_forward(
         (out, None), out [b, sq, h, d_v], contiguous, in query's dtype.
 
     Raises:
-        TypeError: if attention_mask is of another kind, or a keyword may change the result, such as the `indices` of sparse
-            attention.
+        TypeError: if attention_mask is of another kind, or a keyword may change the result.
         ValueError: if attention_mask is for fewer keys, or does not have four dims; also as `flexattn.attention`.
         ValueError: if only one of cu_seq_lens_q and cu_seq_lens_k is passed, or both come with a BlockMask.
     """
@@ -101,13 +107,19 @@ def attention_forward(
                 "separate sequences, use the mask_mod of the BlockMask"
             )
         mask_arguments = mask_arguments._replace(packed=_packed(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
+    selection = selection_of(module, indices, block_indices, key, value)
+    if selection is not None:
+        if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1:
+            selection, mask_arguments = selection.hidden_by(attention_mask), mask_arguments._replace(mask_mod=None)
+        arguments |= selection.arguments
+        key, value = selection.key, selection.value
     if mask_arguments.packed is not None:
-        if mask_arguments.mask_mod is None and bias is None:
+        if mask_arguments.mask_mod is None and bias is None and selection is None and sinks is None:
             return _attend_packed(query, key, value, mask_arguments.band, mask_arguments.packed, arguments), None
         mask_arguments = mask_arguments._replace(mask_mod=_separate(mask_arguments.packed, mask_arguments.mask_mod, query, key))
     if bias is not None:
         arguments |= {"bias_type": "post_scale_bias", "bias": bias}
-    out: Tensor = attention(
+    result = attention(
         query,
         key,
         value,
@@ -116,8 +128,10 @@ def attention_forward(
         window_size=mask_arguments.band.window_size,
         mask_mod=mask_arguments.mask_mod,
         block_mask=mask_arguments.block_mask,
+        return_lse=sinks is not None,
         **arguments,
     )
+    out: Tensor = result if sinks is None else with_sinks(result[0], result[1], sinks)
     return out.transpose(1, 2).contiguous(), None  # some models call view() on it
 
 
@@ -223,7 +237,7 @@ def _separate(packed: tuple[Packed, Packed], mask_mod: MaskFunction | None, quer
         for x, p in zip((query, key), packed, strict=True)
     )
 
-    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         is_same_sequence = sequence_q[b, q_idx] == sequence_k[b, kv_idx]
         return is_same_sequence if mask_mod is None else is_same_sequence & mask_mod(b, h, q_idx, kv_idx)
 

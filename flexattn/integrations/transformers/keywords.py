@@ -41,11 +41,11 @@ HARMLESS = frozenset(
     }
 )
 
-# Keywords that change the result and that flexattn does not support.
+# Keywords that change the result. `attention_forward` has parameters for them; continuous batching does not support them.
 REFUSED = {
     "indices": "the keys that each query selects (sparse attention); without them attention would be dense",
     "block_indices": "the blocks of keys that each query selects (sparse attention); without them attention would be dense",
-    "sinks": "logits of a sink for each token and head; flexattn has sinks for each head, [h], as s_aux",
+    "sinks": "logits of a sink for each token and head; paged attention has sinks for each head, [h], as s_aux",
 }
 
 

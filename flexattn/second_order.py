@@ -1,0 +1,306 @@
+"""Forward-mode and second derivatives of attention, as torch.autograd.Functions that torch.func's transforms take too.
+
+Each Function has derivatives in terms of the others. `Attend` returns out and lse. Its tangent is `Tangent`, and its gradient is
+`Backward`, whose derivatives are `DoubleBackward`. The gradient of `Tangent` is both: <dout, J t> has the gradient J^T dout for t,
+and H t for the inputs (`dispatch.second_order`). `DoubleBackward` has a derivative only in the direction, in which it is linear.
+
+A plain call does not come here: its Function calls `differentiable`, only if its gradients are made with create_graph=True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.dispatch import second_order
+from flexattn.dispatch.select import OWN_DROPOUT
+from flexattn.dispatch.spec import AttentionSpec, Operands
+from flexattn.first_order import PART
+
+THIRD = (
+    "flexattn's attention has derivatives up to the second, and a derivative of a second derivative was asked for; accepted: "
+    "torch.func.jvp, gradients, gradients of both, and for third derivatives attention in plain torch ops: "
+    "softmax(q @ k.mT * scale) @ v"
+)
+FORWARD_TWICE = (
+    "flexattn's attention has no forward-mode derivative of a forward-mode derivative (torch.func.jvp of jvp, or jacfwd of "
+    "jacfwd); accepted: one of the two in reverse mode, such as torch.func.jvp of torch.func.grad"
+)
+
+_NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first
+_DENSE = tuple(Operands._fields.index(name) for name in ("q", "k", "v", "bias", "softmax_offset"))
+
+Tensors = Sequence[Tensor | None]
+
+
+class Call:
+    """A call without its tensors, and the places of the inputs that it is differentiated for.
+
+    The tensors of a call are the operands' fields, then the captures of mods, then the tensors of a block mask.
+    """
+
+    def __init__(self, x: Operands, settings: ops.Settings, wanted: Sequence[bool], given: Tensors | None = None) -> None:
+        """wanted: of `second_order.inputs`, those with gradients. given: the gradients, if they are known."""
+        self.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:]
+        self.settings, self.wanted, self.given = settings, tuple(wanted), given
+        self.ends = _NUM_TENSORS + len(x.mod_tensors), _NUM_TENSORS + len(x.mod_tensors) + len(x.block_mask)
+        every = (*_DENSE, *range(_NUM_TENSORS, self.ends[0]))
+        self.places = [place for place, is_wanted in zip(every, wanted, strict=True) if is_wanted]
+
+    def operands(self, tensors: Tensors) -> Operands:
+        mods, blocks = self.ends
+        fields: tuple[Any, ...] = (*tensors[:_NUM_TENSORS], *self.rest)
+        x = Operands._make(fields)
+        return x._replace(mod_tensors=tuple(tensors[_NUM_TENSORS:mods]), block_mask=tuple(tensors[mods:blocks]))  # type: ignore[arg-type]
+
+    def spec_of(self, x: Operands) -> AttentionSpec:
+        return ops.spec_to_run(x, self.settings)
+
+    def along(self, tangents: Tensors) -> list[Tensor | None]:
+        """Returns the tangents of all inputs from the tangents of the wanted ones."""
+        left = iter(tangents)
+        return [next(left) if is_wanted else None for is_wanted in self.wanted]
+
+    def scattered(self, gradients: Tensors) -> list[Tensor | None]:
+        """Returns the gradients of all tensors from the gradients of the wanted ones."""
+        found: list[Tensor | None] = [None] * self.ends[1]
+        for place, gradient in zip(self.places, gradients, strict=True):
+            found[place] = gradient
+        return found
+
+    def gathered(self, tangents: Tensors) -> list[Tensor | None]:
+        """Returns the tangents of the wanted tensors from the tangents of all."""
+        return [tangents[place] for place in self.places]
+
+
+def attention(x: Operands, settings: ops.Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (out, lse, max_logit) of a checked call under a transform; out and lse may be differentiated in both modes."""
+    refuse(x, settings)
+    wanted = [t is not None and t.is_floating_point() for t in second_order.inputs(x)]
+    settings = settings._replace(needs_grad=True, needs_bias_grad=x.bias is not None)
+    return Attend.apply(Call(x, settings, wanted), *ops.tensors_of(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def differentiable(x: Operands, settings: ops.Settings, gradients: Tensors, incoming: ops.Incoming) -> list[Tensor | None]:
+    """Returns the gradients of a backward, with derivatives. gradients: of `second_order.inputs`; None if it is not wanted."""
+    refuse(x, settings)
+    wanted = [t is not None for t in gradients]
+    given = [t for t in gradients if t is not None]
+    call = Call(x, settings, wanted, given)
+    found = iter(Backward.apply(call, *incoming, *ops.tensors_of(x)))  # type: ignore[no-untyped-call]
+    return [next(found) if is_wanted else None for is_wanted in wanted]
+
+
+def refuse(x: Operands, settings: ops.Settings) -> None:
+    """Raises RuntimeError for a call that does not combine with these derivatives."""
+    if settings.fp8_out or x.q.dtype != x.k.dtype:
+        raise RuntimeError(
+            "attention() in FP8 has no forward-mode and no second derivative; accepted: q, k and v in float16, bfloat16, float32 "
+            "or float64, without an fp8_recipe"
+        )
+    if settings.is_part:
+        raise RuntimeError(PART)
+
+
+class _WithRule(torch.autograd.Function):
+    """A Function that torch.vmap runs once for each entry of the mapped dim."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+        def entry(i: int) -> Any:
+            return cls.apply(*(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)))  # type: ignore[no-untyped-call]
+
+        entries = [entry(i) for i in range(info.batch_size)]
+        stacked = tuple(torch.stack(parts) for parts in zip(*entries, strict=True))
+        return stacked, (0,) * len(stacked)
+
+
+class Attend(_WithRule):
+    """out, lse and max_logit of (call, *tensors)."""
+
+    @staticmethod
+    def forward(call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        x = call.operands(tensors)
+        if x.dropout_p:
+            refuse_own_dropout(call.spec_of(x), call.settings, x)
+        return ops.attend(x, call.settings)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.call, *tensors = inputs
+        out, lse, max_logit = output
+        ctx.mark_non_differentiable(max_logit)
+        _save(ctx, out, lse, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        call, (out, lse, *tensors) = ctx.call, ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return None, *call.scattered(Backward.apply(call, out, lse, dout, dlse, *tensors))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        call, (out, lse, *tensors) = ctx.call, ctx.saved_tensors
+        tout, tlse = Tangent.apply(call, out, lse, *tensors, *call.gathered(tangents))  # type: ignore[no-untyped-call]
+        return tout, tlse, None
+
+
+class Tangent(_WithRule):
+    """The tangents of out and lse, of (call, out, lse, *tensors, *tangents of the wanted tensors)."""
+
+    @staticmethod
+    def forward(call: Call, out: Tensor, lse: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = call.operands(rest)
+        return second_order.tangent(call.spec_of(x), x, call.along(rest[call.ends[1] :]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.call, *tensors = inputs
+        _save(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        call, (out, lse, *rest) = ctx.call, ctx.saved_tensors
+        tensors, tangents = rest[: call.ends[1]], rest[call.ends[1] :]
+        dout = torch.zeros_like(out) if dout is None else dout
+        _, _, *hessian = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
+        transposed = Backward.apply(call, out, lse, dout, dlse, *tensors)  # type: ignore[no-untyped-call]
+        given = (gradient if t is not None else None for gradient, t in zip(transposed, tangents, strict=True))
+        return None, None, None, *call.scattered(hessian), *given
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Tensor | None) -> NoReturn:
+        raise RuntimeError(FORWARD_TWICE)
+
+
+class Backward(_WithRule):
+    """The gradients of the wanted tensors, of (call, out, lse, dout, dlse, *tensors).
+
+    Its derivatives are for dout, dlse and the tensors: out and lse are functions of the tensors.
+    """
+
+    @staticmethod
+    def forward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *tensors: Tensor | None) -> Any:
+        if call.given is not None:
+            given, call.given = call.given, None
+            return tuple(t.detach() for t in given if t is not None)
+        x = call.operands(tensors)
+        flags = ops.captures_with_gradients(call.settings.mods) or (False,) * len(x.mod_tensors)
+        if flags == call.wanted[len(_DENSE) :]:
+            found = ops.gradients(x, call.settings, ops.Incoming(out, lse, dout, dlse))
+            dense = (t for t in (*found[:-1], *(found.dmod_tensors or ())) if t is not None)
+            return tuple(t.to(tensors[place].dtype) for t, place in zip(dense, call.places, strict=True))
+        every = second_order.gradients(call.spec_of(x), x, dout, dlse, call.wanted)
+        return tuple(t for t in every if t is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, *tensors = inputs
+        _save(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor | None) -> tuple[Any, ...]:
+        ddout, ddlse, *hessian = _twice(ctx.call, ctx.saved_tensors, along)
+        return None, None, None, ddout, None if ctx.saved_tensors[3] is None else ddlse, *ctx.call.scattered(hessian)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        call, (out, lse, dout, dlse, *tensors) = ctx.call, ctx.saved_tensors
+        _, _, _, tdout, tdlse, *rest = tangents
+        along = call.gathered(rest)
+        _, _, *found = _twice(call, (out, lse, dout, dlse, *tensors), along)
+        if tdout is None and tdlse is None:
+            return tuple(found)
+        tdout = torch.zeros_like(dout) if tdout is None else tdout
+        linear = Backward.apply(call, out, lse, tdout, tdlse, *tensors)  # type: ignore[no-untyped-call]
+        return tuple(a + b for a, b in zip(found, linear, strict=True))
+
+
+class DoubleBackward(_WithRule):
+    """Derivatives of <along, gradients> for dout, dlse and the wanted tensors, of (call, *inputs of `Backward`, *along).
+
+    It has derivatives for `along` only, in which it is linear: <(dout2, t), result> has the gradient J^T dout2 + H t for along.
+    """
+
+    @staticmethod
+    def forward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *rest: Tensor | None) -> Any:
+        x = call.operands(rest)
+        spec = call.spec_of(x)
+        if x.dropout_p:
+            refuse_own_dropout(spec, call.settings, x)
+        found = second_order.double_backward(spec, x, dout, dlse, call.along(rest[call.ends[1] :]), call.wanted)
+        return found.ddout, found.ddlse, *(t for t in found.inputs if t is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, *tensors = inputs
+        _save(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout2: Tensor | None, dlse2: Tensor | None, *tangents: Tensor | None) -> tuple[Any, ...]:
+        call, (out, lse, dout, dlse, *rest) = ctx.call, ctx.saved_tensors
+        tensors = rest[: call.ends[1]]
+        _, _, *found = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
+        dout2 = torch.zeros_like(out) if dout2 is None else dout2
+        linear = Backward.apply(call, out, lse, dout2, dlse2, *tensors)  # type: ignore[no-untyped-call]
+        sums = (a + b for a, b in zip(found, linear, strict=True))
+        given = (t if along is not None else None for t, along in zip(sums, rest[call.ends[1] :], strict=True))
+        # Zeros go to `_NoThird`, which raises if a derivative for its tensor is asked for.
+        inputs = (None if t is None or not t.is_floating_point() else torch.zeros_like(t) for t in (dout, dlse, *tensors))
+        return None, None, None, *inputs, *given
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        count = 5 + ctx.call.ends[1]
+        return DoubleBackward.apply(ctx.call, *ctx.saved_tensors[: count - 1], *tangents[count:])  # type: ignore[no-untyped-call]
+
+
+class _NoThird(_WithRule):
+    """An input of `DoubleBackward`, for which that has no derivative."""
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+        raise RuntimeError(THIRD)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Tensor | None) -> NoReturn:
+        raise RuntimeError(THIRD)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], t: Tensor) -> tuple[Tensor, int | None]:
+        return _NoThird.apply(t), in_dims[0]  # type: ignore[no-untyped-call]
+
+
+def _twice(call: Call, inputs: Tensors, along: Tensors) -> Any:
+    """Returns the results of `DoubleBackward`. inputs: of `Backward`."""
+    out, lse, *rest = inputs
+    kept = (t if t is None or not t.is_floating_point() else _NoThird.apply(t) for t in rest)  # type: ignore[no-untyped-call]
+    return DoubleBackward.apply(call, out, lse, *kept, *along)  # type: ignore[no-untyped-call]
+
+
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+
+
+def refuse_own_dropout(spec: AttentionSpec, settings: ops.Settings, x: Operands) -> None:
+    """Raises RuntimeError if the forward drops weights that only its own backend knows."""
+    name = ops.backend_name(spec, "forward", settings.backend, x)
+    if name in OWN_DROPOUT:
+        raise RuntimeError(
+            f"attention() with dropout has no forward-mode and no second derivative on {name}, which drops other weights than the "
+            "other backends; accepted: backend='triton', or dropout_p 0"
+        )

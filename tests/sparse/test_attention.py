@@ -1,0 +1,229 @@
+"""Triton kernels for lists of keys against the fp64 reference, interpreted, and compiled for other GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexattn
+from flexattn import attention
+from flexattn.dispatch import reference
+from flexattn.dispatch.sample import sample_operands
+from flexattn.functional import bind_call
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.ops import make_spec, spec_to_run
+from flexattn.testing import GRADIENT_FACTOR, check_close
+from tests.support.compiled_kernels import compile_sound
+from tests.support.key_lists import draw_lists
+
+LENGTHS_Q, LENGTHS_KV = [2, 0, 4, 1], [7, 4, 13, 5]
+ENTRIES = 18  # two tiles of the interpreter
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = (16, 24)) -> dict[str, Any]:
+    """Returns the arguments of a call with features by name. Packed sequences have gaps, and dense ones padding that is NaN."""
+    heads, heads_kv = (3, 1) if "three heads" in case else (20, 1) if "many heads" in case else (4, 2)
+    lists = 0 if "one list" in case else heads_kv
+    sq, skv = max(LENGTHS_Q), max(LENGTHS_KV)
+    given: dict[str, Any] = {}
+    if "lengths" in case:
+        given = {"attn_mask_type": "padding_causal_bottom_right", "window_size": (9, 0)}
+        given |= {f"cu_seqlens_{name}": torch.tensor([0, *x]).cumsum(0).int() for name, x in (("q", LENGTHS_Q), ("kv", LENGTHS_KV))}
+    elif "causal" in case:
+        given = {"attn_mask_type": "causal_bottom_right", "window_size": (9, 0)}
+    if "packed" in case:
+        given |= {"qkv_format": "thd", "max_seqlen_q": sq, "max_seqlen_kv": skv}
+        for name, x in (("q", LENGTHS_Q), ("kv", LENGTHS_KV)):
+            given[f"cu_seqlens_{name}_padded"] = torch.tensor([3, *(n + 2 for n in x)]).cumsum(0).int()
+        tokens: tuple[int, ...] = (int(given["cu_seqlens_q_padded"][-1]),)
+        keys: tuple[int, ...] = (int(given["cu_seqlens_kv_padded"][-1]),)
+    else:
+        tokens, keys = (4, sq), (4, skv)
+    if "softcap" in case:
+        given |= {"softcap": 1.5, "softmax_scale": 0.7}
+    if "sink" in case:
+        given["softmax_offset"] = torch.linspace(-1, 2, heads).requires_grad_()
+    if "blocks" in case:
+        given["kv_block_size"] = (1, 4)
+    q, k, v = (
+        rand(*lead, n, dim, dtype=dtype, seed=n + dim)
+        for lead, n, dim in zip((tokens, keys, keys), (heads, heads_kv, heads_kv), (dims[0], *dims), strict=True)
+    )
+    if "latent" in case:
+        v = k[..., : dims[1]]
+    indices, counts = draw_lists(tokens, lists, skv // 4 if "blocks" in case else skv, ENTRIES, repeats=True)
+    given |= {"q": q, "k": k, "v": v, "kv_indices": indices}
+    return given | ({"kv_index_counts": counts} if "counts" in case else {})
+
+
+SPILLS = 0
+CASES = [
+    "plain, one list, counts",
+    "causal, counts, softcap, sink",
+    "three heads, lengths, sink, counts",
+    "many heads, packed lengths, counts",
+    "packed lengths, one list, softcap, blocks",
+]
+
+
+def check(given: dict[str, Any], deterministic: bool) -> None:
+    arguments = {name: value for name, value in given.items() if name not in "qkv"} | {"deterministic": deterministic}
+    result = attention(given["q"], given["k"], given["v"], backend="triton", return_lse=True, **arguments)
+    dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(7)).to(result.out.dtype)
+    dlse = torch.randn(result.lse.shape, generator=torch.Generator().manual_seed(8)).masked_fill(result.lse.isinf(), 0.0)
+    leaves = [t for t in (given["q"], given["k"], given["v"], given.get("softmax_offset")) if t is not None]
+    x, settings = bind_call(**given)
+    spec = make_spec(x, settings, None)
+    exact = reference.reference_attention(spec, x)
+    eager = reference.reference_attention(spec, x, dtype=x.q.dtype)
+    for name, got, i in (("out", result.out, 0), ("lse", result.lse, 1)):
+        check_close(name, got, exact[i], eager[i])
+    gradients = torch.autograd.grad((result.out, result.lse), leaves, (dout, dlse))
+    wanted, budget = (reference.reference_gradients(spec, x, dout, dlse, dtype=dtype) for dtype in (torch.float64, x.q.dtype))
+    names = ("dq", "dk", "dv", "dsoftmax_offset")
+    for name, gradient in zip(names, gradients, strict=False):
+        check_close(name, gradient, getattr(wanted, name), getattr(budget, name), factor=GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients(case: str) -> None:
+    check(call(case), deterministic=False)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES[:3]] + CASES[3:])
+def test_repeatable_gradients(case: str) -> None:
+    check(call(case), deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
+def test_half_types_and_two_parts_of_a_head_dim(dtype: torch.dtype) -> None:
+    for deterministic in (False, True):
+        check(call("causal, counts, sink", dtype, (48, 40)), deterministic)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "repeatable"])
+@pytest.mark.parametrize("dims", [(576, 512), (64, 64), (192, 128)])
+def test_head_dims_of_models(dims: tuple[int, int], deterministic: bool) -> None:
+    check(call("many heads, packed lengths, counts", torch.bfloat16, dims), deterministic)
+
+
+def test_v_may_be_the_first_columns_of_k() -> None:
+    given = call("many heads, causal, counts, latent", torch.float16, (320, 256))
+    q, k = given["q"], given["k"]
+    arguments = {name: value for name, value in given.items() if name not in "qkv"}
+    apart = attention(q, k, given["v"].detach().clone(), backend="triton", **arguments)
+    latent = attention(q, k, given["v"], backend="triton", **arguments)
+    torch.testing.assert_close(latent, apart, rtol=0, atol=0)
+    x, settings = bind_call(**given)
+    exact, _, _ = reference.reference_attention(spec_to_run(x, settings), x)
+    torch.testing.assert_close(latent.double(), exact, rtol=2e-3, atol=2e-3)
+
+
+def test_repeated_runs_with_deterministic_are_bitwise_identical() -> None:
+    given = call("causal, counts, sink")
+    arguments = {name: value for name, value in given.items() if name not in "qkv"} | {"deterministic": True}
+    runs = []
+    for _ in range(2):
+        out = attention(given["q"], given["k"], given["v"], backend="triton", **arguments)
+        runs.append(torch.autograd.grad(out.square().sum(), (given["q"], given["k"], given["v"], given["softmax_offset"])))
+    for gradients in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients, runs[0], strict=True))
+
+
+def test_keys_may_lie_in_pages() -> None:
+    q, k, v = (rand(4, n, heads, 16).detach() for n, heads in ((4, 4), (13, 2), (13, 2)))
+    indices, counts = draw_lists((4, 4), 2, 13, 10)
+    options = {"attn_mask_type": "padding", "kv_indices": indices, "kv_index_counts": counts, "backend": "triton"}
+    lengths = torch.tensor(LENGTHS_KV, dtype=torch.int32)
+    wanted = attention(q, k, v, seqused_kv=lengths, **options)
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(0)).view(4, 5).int()
+    pools = []
+    for t in (k, v):
+        pool = torch.full((20, 3, 2, 16), float("nan"))
+        for b, n in enumerate(LENGTHS_KV):
+            for j in range(n):
+                pool[table[b, j // 3], j % 3] = t[b, j]
+        pools.append(pool)
+    paged = attention(q, *pools, seqused_kv=lengths, page_table=table, max_seqlen_kv=13, **options)
+    torch.testing.assert_close(paged, wanted, rtol=0, atol=0)
+
+
+def test_calls_without_a_kernel_are_refused_by_name() -> None:
+    q, k, v = (rand(2, 16, 2, 16) for _ in range(3))
+    indices, _ = draw_lists((2, 16), 0, 16, 4)
+    for options, name in (
+        ({"bias": torch.zeros(1, 1, 16, 16)}, "a bias"),
+        ({"bias_type": "alibi"}, "ALiBi"),
+        ({"mask_mod": lambda b, h, i, j: (i + j) % 3 > 0}, "score_mod or mask_mod"),
+        ({"return_max_logit": True}, "max_logit"),
+    ):
+        with pytest.raises(flexattn.BackendError, match=f"kv_indices with {name} has no kernel"):
+            attention(q, k, v, kv_indices=indices, backend="triton", **options)
+
+
+def test_explain_names_the_family() -> None:
+    q, k, v = (rand(2, 16, 2, 16) for _ in range(3))
+    text = flexattn.explain(q, k, v, kv_indices=draw_lists((2, 16), 0, 16, 4)[0], backend="triton").details
+    assert "sparse" in text
+    assert "the kernels for lists of keys" in text
+
+
+def test_the_canary_draws_lists() -> None:
+    given = call("packed lengths, counts")
+    x, settings = bind_call(**given)
+    spec = spec_to_run(x, settings)
+    drawn = sample_operands(spec, "cpu", [5, 3], [7, 2], gap=1)
+    assert drawn.kv_indices is not None
+    assert drawn.kv_indices.shape == (10, 2, 24)
+
+
+def launches_of(given: dict[str, Any], sm: int, deterministic: bool) -> list[Any]:
+    with pretended_device(sm, 132), recorded_launches() as launches:
+        arguments = {name: value for name, value in given.items() if name not in "qkv"}
+        out = attention(given["q"], given["k"], given["v"], backend="triton", deterministic=deterministic, **arguments)
+        out.sum().backward()
+    return [launch for launch in launches if "sparse" in launch.kernel.__name__]
+
+
+GATES = [
+    (90, (576, 512), "many heads, causal, counts, latent"),
+    (90, (128, 128), "packed lengths, counts, softcap, sink, blocks"),
+    (80, (64, 64), "packed lengths, one list, counts"),
+    (100, (128, 128), "causal, counts"),
+]
+
+
+def compile_gates(gates: list[tuple[int, tuple[int, int], str]], dtype: torch.dtype = torch.bfloat16) -> None:
+    requests, names = [], []
+    for sm, dims, case in gates:
+        found = {}
+        for deterministic in (False, True):
+            for launch in launches_of(call(case, dtype, dims), sm, deterministic):
+                found[launch.kernel.__name__, deterministic] = launch
+        assert len(found) == 6
+        requests += [request_for(launch, sm) for launch in found.values()]
+        names += [(sm, dims, *key) for key in found]
+    for name, report in zip(names, compile_sound(requests), strict=True):
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[name[0]], f"{name}: {report.shared_bytes}"
+        if "entries" not in name[2] and "dkdv" not in name[2]:
+            assert report.matrix_instructions, name
+        assert report.spill_instructions <= SPILLS, f"{name}: {report.spill_instructions}"
+
+
+def test_kernels_compile_for_sm_90() -> None:
+    compile_gates(GATES[:1])
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_other_gpus() -> None:
+    compile_gates(GATES[1:])
