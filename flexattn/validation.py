@@ -18,15 +18,7 @@ from flexattn import compat
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.neutral import is_ordinary
 from flexattn.dispatch.options import check_name as check_name
-from flexattn.dispatch.spec import (
-    FORMATS,
-    PACKINGS,
-    Operands,
-    Results,
-    as_index,
-    is_host_number,
-    parse_format,
-)
+from flexattn.dispatch.spec import FORMATS, PACKINGS, Operands, Results, as_index, is_host_number, parse_format
 from flexattn.warn import warn_once
 
 if TYPE_CHECKING:
