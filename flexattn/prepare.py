@@ -74,7 +74,8 @@ def prepare(
     """
     arguments = arguments.copy()
     formats = q_format, kv_format = parse_format(str(arguments["qkv_format"]))
-    if (dtype := _autocast_dtype(q)) is not None:
+    is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if is_autocast and (dtype := _autocast_dtype(q)) is not None:
         q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
         # float32 is accepted with any dtype of q, and is more exact
         arguments["bias"] = _autocast(arguments["bias"], dtype, torch.float32)
