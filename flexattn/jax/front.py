@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
 from torch import Tensor
 
 from flexattn import ops, validation
@@ -419,6 +420,8 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
 
     def run(arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
         arrays = tuple(alike(arrays))
+        if any(isinstance(x, ad.JVPTracer) for x in arrays):
+            return primal(arrays)  # the primitive has a rule for forward mode, and custom_vjp has none
         try:
             found: tuple[object, ...] = call(arrays)
         except NotImplementedError as e:

@@ -30,7 +30,7 @@ def run_forward(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         has_more = call.config is not None or any(call.counts) or "rng_state" in call.present
         if operands[0].device.type == "cpu" and not has_more:
             return _run_kept(call, operands)
-        return call.forward(_operands(call, operands), call.delayed(operands), attend)
+        return call.forward(operands_of(call, operands), call.delayed(operands), attend)
 
 
 def _run_kept(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -56,7 +56,7 @@ def _run_kept(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def run_backward(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the gradients, with `Call.gradients`' shapes; tensors: operands, out, lse, dout, and dlse if it is not zero."""
     count = call.num_operands
-    x, delayed = _operands(call, tensors[:count]), call.delayed(tensors)
+    x, delayed = operands_of(call, tensors[:count]), call.delayed(tensors)
     out, lse, dout = tensors[count : count + 3]
     incoming = ops.Incoming(out, lse, dout, tensors[count + 3] if len(tensors) > count + 3 else None)
     with torch.no_grad():
@@ -66,7 +66,8 @@ def run_backward(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t for t in results if t is not None]
 
 
-def _operands(call: Call, tensors: Sequence[Tensor]) -> Operands:
+def operands_of(call: Call, tensors: Sequence[Tensor]) -> Operands:
+    """Returns the operands of a call with these tensors."""
     x = call.operands(tensors)
     # JAX has no int64 by default, so each number comes as two words.
     return x if x.rng_state is None else x._replace(rng_state=x.rng_state.view(torch.int64))

@@ -20,6 +20,7 @@ from flexattn.dispatch.spec import Direction, with_classes
 from flexattn.jax import cuda, host
 from flexattn.jax.batching import fold_backward, fold_forward
 from flexattn.jax.call import Call, meta_tensor, shape_of_words, shaped
+from flexattn.jax.derivatives import backward_rule, forward_rule
 from flexattn.jax.sharding import layout_of_call, partitioned
 
 
@@ -111,12 +112,6 @@ def _refuse_platform(*arrays: jax.Array, call: Call) -> object:
     )
 
 
-def _no_second_order(*_: object, **__: object) -> Any:
-    raise NotImplementedError(
-        "attention is differentiated twice, or in forward mode; accepted: first derivatives in reverse mode, by jax.grad or jax.vjp"
-    )
-
-
 def primitive(name: str, shapes: object) -> Primitive:
     """Returns a new primitive with a parameter `call`; shapes: a function of the call and its operands to the results' shapes."""
     new = Primitive(name)
@@ -147,5 +142,5 @@ for _outer, _inner, _name, _shapes, _planned, _fold in (
 ):
     _layout_of = functools.partial(layout_of_call, is_backward=_outer is backward_p)
     register(_outer, _inner, _on_host(_name, _shapes), _on_cuda(_name, _shapes, _planned), _layout_of)
-    ad.primitive_jvps[_outer] = _no_second_order
+    ad.primitive_jvps[_outer] = functools.partial(backward_rule if _outer is backward_p else forward_rule, _outer)
     batching.primitive_batchers[_outer] = _fold(_outer)

@@ -235,12 +235,6 @@ def test_a_failure_at_run_time_comes_with_its_text(monkeypatch: pytest.MonkeyPat
         jax.block_until_ready(fj.attention(q, k, v, softcap=3.0))
 
 
-def test_second_derivatives_are_refused() -> None:
-    q, k, v = qkv()
-    with pytest.raises(NotImplementedError, match="accepted: first derivatives"):
-        jax.grad(lambda q: jax.grad(lambda q: fj.attention(q, k, v).sum())(q).sum())(q)
-
-
 def test_explain_names_the_backend() -> None:
     q, k, v = qkv()
     found = fj.explain(q, k, v, attn_mask_type="causal")
