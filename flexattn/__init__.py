@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flexattn.backward import Gradients, attention_backward
     from flexattn.block_mask import create_block_mask
     from flexattn.call_log import explaining
+    from flexattn.indexer import SelectedKeys, key_weights, select_keys, selection_loss
     from flexattn.kv_cache import PagedKVCache
     from flexattn.packing import packed
     from flexattn.plot import plot_mask
@@ -40,6 +41,7 @@ __all__ = [
     "OutLseMaxLogit",
     "OutMaxLogit",
     "PagedKVCache",
+    "SelectedKeys",
     "Window",
     "append_kv",
     "attention",
@@ -50,11 +52,14 @@ __all__ = [
     "explain",
     "explaining",
     "fp8",
+    "key_weights",
     "merge_attention",
     "mods",
     "nn",
     "packed",
     "plot_mask",
+    "select_keys",
+    "selection_loss",
     "warmup",
 ]
 
@@ -66,6 +71,7 @@ _LATER = {
     "OutLseMaxLogit": "functional",
     "OutMaxLogit": "functional",
     "PagedKVCache": "kv_cache",
+    "SelectedKeys": "indexer",
     "Window": "dispatch.spec",
     "append_kv": "append",
     "attention": "functional",
@@ -76,11 +82,14 @@ _LATER = {
     "explain": "functional",
     "explaining": "call_log",
     "fp8": "fp8",
+    "key_weights": "indexer",
     "merge_attention": "functional",
     "mods": "mods",
     "nn": "nn",
     "packed": "packing",
     "plot_mask": "plot",
+    "select_keys": "indexer",
+    "selection_loss": "indexer",
     "warmup": "warm_up",
 }
 # Modules that are imported when they are first used. `import *` omits them: torch.distributed is large, and JAX is optional.

@@ -246,6 +246,8 @@ def check_out(out: Any, q: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bo
         raise ValueError("out is given and a gradient is needed. Call attention() under torch.no_grad(), or do not pass out.")
     if torch.compiler.is_compiling() or out.is_meta or type(out) not in (Tensor, torch.nn.Parameter):
         return
+    if compat.is_batched(out):
+        raise RuntimeError("out belongs to torch.vmap, and attention() has no rule for torch.vmap; leave out out, or map nothing")
     if out.data_ptr() % 16:
         raise ValueError(f"out begins at address {out.data_ptr():#x}. Pass a tensor that begins at a multiple of 16 bytes.")
 

@@ -214,7 +214,7 @@ def _call(
             blocks,
             **hull_rows,
         )
-    packing: dict[str, Any] = {}
+    packing: dict[str, object] = {}
     for (side, runs), hull in zip(sides.items(), hulls, strict=True):
         ends = [0]
         for run in runs:

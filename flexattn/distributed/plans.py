@@ -102,7 +102,7 @@ class Plan:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         return own | {"group": None, "host_groups": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
 

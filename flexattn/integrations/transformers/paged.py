@@ -26,13 +26,13 @@ def paged_attention_forward(
     is_causal: bool | None = None,
     cache: Any = None,
     read_index: object = None,
-    write_index: Any = None,
+    write_index: object = None,
     cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     block_table: Tensor | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer in `generate_batch`, after transformers.integrations.flash_paged.paged_attention_forward,
     https://github.com/huggingface/transformers/blob/v5.17.0/src/transformers/integrations/flash_paged.py.
