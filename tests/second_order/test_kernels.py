@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"dropout_p": 0.25, "bias_type": "alibi", "softmax_type": "off-by-one"},
     ),
     "bias, mask_mod": (DENSE | {"qkv_format": "sbhd", "strided": True}, {"bias_type": "post_scale_bias", "mask_mod": hides}),
+    "shared bias": ({"lengths_q": [19] * 4, "lengths_kv": [37] * 4}, {"bias_type": "post_scale_bias"}),
     "padding, outliers": (
         {"lengths_q": [19, 0, 5], "lengths_kv": [21, 3, 0], "padding": True, "outliers": True},
         {"attn_mask_type": "padding_causal"},
@@ -59,7 +60,7 @@ def make(case: str, dtype: torch.dtype) -> tuple[AttentionSpec, Operands, list[T
     inputs, options = make_inputs(**{"qkv_format": "bshd"} | given, dtype=dtype, device=DEVICE), {**options}
     mask_mod = options.pop("mask_mod", None)
     if options.get("bias_type") in ("pre_scale_bias", "post_scale_bias"):
-        options["bias"] = randn(1, 4, 19, 37).to(dtype)
+        options["bias"] = randn(2 if case == "shared bias" else 1, 4, 19, 37).to(dtype)
     if options.get("bias_type") == "alibi":
         options["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
     if options.get("softmax_type") == "learnable":
