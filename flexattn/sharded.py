@@ -86,7 +86,7 @@ def attend_sharded(attend: Callable[..., Any], q: Any, k: Any, v: Any, options: 
         arguments[name] = _rows(local(arguments[name], None, None), kinds, mesh, batch)
     for name in ("seqused_q", "seqused_kv"):
         arguments[name] = local(arguments[name], None, 0)
-    for name in (*(name for name in LengthOptions.__annotations__ if name.endswith("_padded")), "rng_state"):
+    for name in (*(name for name in LengthOptions.__annotations__ if name.endswith("_padded")), "rng_state", "page_table"):
         arguments[name] = local(arguments[name], None, None)
     first_head, first_row = (_first(kinds, mesh, kind, size) for kind, size in (("heads", heads), ("batch", batch)))
     given = arguments["score_mod_tensors"]

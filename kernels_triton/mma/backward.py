@@ -57,6 +57,7 @@ from flexattn.kernels_triton.mma.products import (
 )
 from flexattn.kernels_triton.mma.tiles import MmaBackwardTile, backward_tile
 from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.gluon_names import load_elements
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
@@ -137,7 +138,7 @@ def _copy_queries(args: MmaBackwardArguments, tiles: Tiles, slot, position: Quer
     if META.BLOCK_SIZE_Q > 0:  # a listed block may be past the end; then the tile of no query is loaded
         tile = gl.where(row < block.sequence.len_q, tile, tile * 0)
     statistics = args.statistics_ptr + tile.to(gl.int64) * (2 * BLOCK_M) + gl.arange(0, 2 * BLOCK_M, layout=LINE)
-    async_copy.async_copy_global_to_shared(tiles.statistics.index(slot), statistics)
+    load_elements(tiles.statistics.index(slot), statistics)
 
 
 @gluon.jit

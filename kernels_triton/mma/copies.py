@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Pages, Rows
 from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile
 from flexattn.kernels_triton.mma.arguments import Parts, rows_layout
+from flexattn.kernels_triton.runtime.gluon_names import load_elements
 
 
 class Head(NamedTuple):
@@ -33,9 +33,9 @@ def _copy_rows(tile, pointers, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, LAYO
     places = pointers[:, None] + columns[None, :]
     if FIRST + WIDTH > HEAD_DIM:
         inside = gl.full(tile.shape, True, gl.int1, layout=LAYOUT) & (columns < HEAD_DIM)[None, :]
-        async_copy.async_copy_global_to_shared(tile, places, mask=inside)
+        load_elements(tile, places, mask=inside)
     else:
-        async_copy.async_copy_global_to_shared(tile, places)
+        load_elements(tile, places)
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ from flexattn.kernels_triton.gluon.forward_work import ReceivedTile
 from flexattn.kernels_triton.gluon.fp8_operands import P_SCALE, P_SHIFT, load_descale
 from flexattn.kernels_triton.gluon.softmax import for_threads
 from flexattn.kernels_triton.mma.arguments import Parts
+from flexattn.kernels_triton.runtime.gluon_names import reinterpreted
 
 # Four fp32 numbers to E4M3, the first lowest; too large ones saturate
 _TO_E4M3 = gl.constexpr(
@@ -62,7 +63,8 @@ def _numbers_layout(width):
 def _as_numbers(tile, META: gl.constexpr):
     DTYPE: gl.constexpr = gl.float8e5 if META.IS_E5M2 else gl.float8e4nv
     WIDTH: gl.constexpr = 2 * tile.shape[1]
-    return tile._reinterpret(DTYPE, [tile.shape[0], WIDTH], _numbers_layout(WIDTH))
+    SHAPE: gl.constexpr = [tile.shape[0], WIDTH]
+    return reinterpreted(tile, DTYPE, SHAPE, _numbers_layout(WIDTH))
 
 
 @gluon.jit

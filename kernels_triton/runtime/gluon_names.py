@@ -3,6 +3,7 @@
 | here            | Triton 3.6 and 3.7              | 3.8                                        | 3.9               |
 |-----------------|---------------------------------|--------------------------------------------|-------------------|
 | `load_tile`     | tma.async_copy_global_to_shared | tma.async_load, and the old name           | tma.async_load    |
+| `load_elements` | async_copy_global_to_shared     | async_copy.async_load, and the old name    | async_load        |
 | `store_tile`    | tma.async_copy_shared_to_global | tma.async_store, and the old name          | tma.async_store   |
 | `reduce_add`    | none: the IR builder's method   | tma.async_atomic_add                       | as in 3.8         |
 | `tensor_rows`   | get_tmem_reg_layout             | tensor_memory_descriptor_type's method     | as in 3.8         |
@@ -18,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 _HAS_REINTERPRET = gl.constexpr(hasattr(blackwell.tensor_memory_descriptor, "reinterpret"))
@@ -31,6 +33,7 @@ def _add_by_builder(descriptor, coordinates, tile, _semantic=None):
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # (descriptor, coordinates, barrier, tile)
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # (descriptor, coordinates, tile)
+load_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # (tile, pointers, mask)
 reduce_add = getattr(tma, "async_atomic_add", None) or _add_by_builder  # like store_tile, but adds to global memory
 
 
@@ -44,7 +47,7 @@ def tensor_rows(dtype, shape, layout, warps):
 
 @gluon.jit
 def reinterpreted(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    # Returns the same bytes of tensor memory as a tile of another type
+    # Returns the same bytes of shared or tensor memory as a tile of another type
     if _HAS_REINTERPRET:
         return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:

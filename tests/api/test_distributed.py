@@ -78,6 +78,11 @@ except ValueError as e:
 else:
     raise AssertionError("out was taken")
 assert list(flexattn.attention(*qkv, causal=True, return_lse=True).out.placements) == [Shard(1)]
+used, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[0]], dtype=torch.int32)
+pages = {"attn_mask_type": "padding", "seqused_kv": used}
+spread = [distribute_tensor(t, mesh, [Replicate()]) for t in (*whole, table)]
+out = flexattn.attention(*spread[:3], page_table=spread[3], **pages)
+torch.testing.assert_close(out.full_tensor(), flexattn.attention(*whole, page_table=table, **pages))
 lengths = {"attn_mask_type": "padding", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
 assert list(flexattn.attention(*qkv, **lengths).placements) == [Replicate()]
 """

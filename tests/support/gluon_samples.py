@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.runtime.gluon_names import load_tile, store_tile
+from flexattn.kernels_triton.runtime.gluon_names import load_elements, load_tile, store_tile
 
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -453,13 +453,13 @@ def doubled_by_copies(x_ptr, y_ptr, blocks, WHAT: gl.constexpr):
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     place = rows[:, None] * 64 + columns[None, :]
     ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, 16, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    async_copy.async_copy_global_to_shared(ring.index(0), x_ptr + place)
+    load_elements(ring.index(0), x_ptr + place)
     async_copy.commit_group()
     for n in range(blocks):
         following = n % 2 if WHAT == "overwritten" else 1 - n % 2
         if n + 1 < blocks:
             is_there = place < (512 if WHAT == "masked" else 1024)
-            async_copy.async_copy_global_to_shared(ring.index(following), x_ptr + (n + 1) * 1024 + place, mask=is_there)
+            load_elements(ring.index(following), x_ptr + (n + 1) * 1024 + place, mask=is_there)
         if WHAT != "not committed":
             async_copy.commit_group()
         if WHAT == "not waited for":
@@ -468,6 +468,6 @@ def doubled_by_copies(x_ptr, y_ptr, blocks, WHAT: gl.constexpr):
             async_copy.wait_group(1)
         gl.store(y_ptr + n * 1024 + place, ring.index(n % 2).load(LAYOUT) * 2)
     if WHAT == "copy-not-waited":
-        async_copy.async_copy_global_to_shared(ring.index(0), x_ptr + place)
+        load_elements(ring.index(0), x_ptr + place)
     if WHAT == "copy-not-waited":
         async_copy.commit_group()
