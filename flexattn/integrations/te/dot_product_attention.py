@@ -173,8 +173,8 @@ class DotProductAttention(torch.nn.Module):
 
     def forward(
         self,
-        query_layer: Any = None,
-        key_layer: Any = None,
+        query_layer: object = None,
+        key_layer: object = None,
         value_layer: object = None,
         attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
         qkv_format: str | None = None,
