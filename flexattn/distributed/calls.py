@@ -494,12 +494,7 @@ class Calls(NamedTuple):
 
 
 def attend_all(
-    calls: Calls,
-    part: Part,
-    context: tuple[Scores, Shared],
-    lanes: Lanes,
-    into: Results | None = None,
-    own: Part | None = None,
+    calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: Lanes, into: Results | None = None, own: Part | None = None
 ) -> Results:
     """Returns out and lse of all queries of a part. Each call includes the sink.
 

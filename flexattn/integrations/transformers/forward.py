@@ -165,9 +165,7 @@ def _read(mask: Tensor | Visible | BlockMask, query: Tensor, key: Tensor) -> _Ma
     if mask.dtype != torch.bool:
         return _MaskArguments(bias=mask[..., :skv])
     has_batch, has_heads, has_queries = (int(size > 1) for size in shape[:3])
-    return _MaskArguments(
-        mask_mod=lambda b, h, q_idx, kv_idx: mask[b * has_batch, h * has_heads, q_idx * has_queries, kv_idx],
-    )
+    return _MaskArguments(mask_mod=lambda b, h, q_idx, kv_idx: mask[b * has_batch, h * has_heads, q_idx * has_queries, kv_idx])
 
 
 def _add_biases(mask: Tensor | None, position_bias: Tensor | None, keys: int) -> Tensor | None:
@@ -178,10 +176,7 @@ def _add_biases(mask: Tensor | None, position_bias: Tensor | None, keys: int) ->
 
 
 def _packed(
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-    max_length_q: int | Tensor | None,
-    max_length_k: int | Tensor | None,
+    cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, max_length_q: int | Tensor | None, max_length_k: int | Tensor | None
 ) -> tuple[Packed, Packed]:
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"

@@ -75,11 +75,7 @@ def paged_attention_forward(
     kind = "sliding_attention" if window else "full_attention"
     offsets_k, longest_k = (x[kind] if isinstance(x, dict) else x for x in (cu_seq_lens_k, max_seqlen_k))
     k, v = cache.update(
-        key_states=key,
-        value_states=value,
-        layer_idx=module.layer_idx,
-        read_index=read_index,
-        write_index=write_index,
+        key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
     )
     sinks: dict[str, Any] = {} if s_aux is None else {"softmax_type": "learnable", "softmax_offset": s_aux}
     out: Tensor = attention(
