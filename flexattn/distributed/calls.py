@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -189,45 +190,32 @@ def _call(
     device: torch.device,
     hulls: tuple[Run, Run],
 ) -> Call:
-    def tensor(values: list[int]) -> Tensor:
+    def tensor(values: list[int] | int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device="cpu").to(device)
 
-    columns = ("document", "q_start", "kv_start", "diagonal")
-    by_eights = all(piece.kv_start % 8 == 0 for piece in pieces)
-    values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
+    def origin_of(name: str) -> Tensor:
+        return tensor([getattr(piece, name) for piece in pieces] if is_packed else getattr(pieces[0], name))
+
     sides = {"q": [piece.rows for piece in pieces], "kv": [piece.keys for piece in pieces]}
-    hull_rows: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
-    hull_rows["arguments"] = {
+    arguments: dict[str, object] = {
         "qkv_format": "thd" if is_packed else "bshd",
         "attn_mask_type": "padding" if is_packed else "no_mask",
         "window_size": band.window_size,
         "bottom_right_diagonal": band.bottom_right,
     }
-    if not is_packed:
-        origins = {name: torch.tensor(column[0], dtype=torch.int32, device="cpu").to(device) for name, column in values.items()}
-        return Call(
-            pieces,
-            band,
-            Origin(None, origins["q_start"], origins["kv_start"], origins["diagonal"]),
-            None,
-            by_eights,
-            blocks,
-            **hull_rows,
-        )
-    packing: dict[str, object] = {}
-    for (side, runs), hull in zip(sides.items(), hulls, strict=True):
-        ends = [0]
-        for run in runs:
-            ends.append(ends[-1] + run.size)
+    packing: dict[str, Any] = {}
+    for (side, runs), hull in zip(sides.items(), hulls, strict=True) if is_packed else ():
+        ends = list(itertools.accumulate((run.size for run in runs), initial=0))
         starts = [run.start - hull.start for run in runs]
         packing[f"cu_seqlens_{side}"] = tensor(ends)
         is_full = starts == ends[:-1] and ends[-1] == hull.size
         packing[f"cu_seqlens_{side}_padded"] = None if is_full else tensor([*starts, hull.size])
         packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
-    origins = {name: tensor(column) for name, column in values.items()}
-    origin = Origin(origins["document"], origins["q_start"], origins["kv_start"], origins["diagonal"])
-    hull_rows["arguments"] |= packing
-    return Call(pieces, band, origin, packing, by_eights, blocks, **hull_rows)
+    document = origin_of("document") if is_packed else None
+    origin = Origin(document, *map(origin_of, ("q_start", "kv_start", "diagonal")))
+    by_eights = all(piece.kv_start % 8 == 0 for piece in pieces)
+    q_runs = union(sides["q"])
+    return Call(pieces, band, origin, packing or None, by_eights, blocks, *hulls, q_runs, arguments | packing)
 
 
 def rows_of_call(call: Call, part: Part) -> tuple[Part, Index, Index]:

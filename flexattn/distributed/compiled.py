@@ -119,9 +119,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     wanted = (*(is_grad and t is not None and t.requires_grad for t in (q, k, v, *tensors.values())), *flags)
     return_max_logit = options.get("return_max_logit", False)
     static = {name: options.get(name) for name in _STATIC}
-    static["window_size"] = (
-        window_of(options["window_size"], options.get("attn_mask_type") or "") if "window_size" in options else None
-    )
+    if "window_size" in options:
+        static["window_size"] = window_of(options["window_size"], options.get("attn_mask_type") or "")
     static |= {"qkv_format": fmt, "strategy": strategy, "backend": options.get("backend"), "mods": program, "wanted": wanted}
     static |= {"return_max_logit": return_max_logit, "is_drawn": is_drawn}
     static["recipe"] = None if recipe is None else tuple(_name_of(getattr(recipe, name)) for name in _RECIPE)

@@ -109,9 +109,8 @@ class PeerMemory:
         self.rank, self.device, self._make = rank, device, make
         self.memory: Memory | None = None
         self._captured: list[Memory] = []  # graphs contain their addresses
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = (
-            None  # the stream of the last exchange, and an event at its end
-        )
+        # the stream of the last exchange, and an event at its end
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def grow(self, size: int) -> None:
         """Allocates at least `size` bytes, if there are fewer. All ranks of the group must call it."""

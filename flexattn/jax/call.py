@@ -92,12 +92,9 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, x: Operands, settings: ops.Settings, config: QuantizeConfig | None, recipe: Recipe | None) -> Call:
         """Returns the call for `prepare`'s results; recipe: the argument fp8_recipe."""
-        dtype = None if recipe is None else recipe.out_dtype
-        out8 = (
-            None
-            if recipe is None or dtype not in FP8_DTYPES
-            else Out8(_NAMES[dtype], recipe.granularity, recipe.rows, recipe.margin)
-        )
+        out8 = None
+        if recipe is not None and recipe.out_dtype in FP8_DTYPES:
+            out8 = Out8(_NAMES[recipe.out_dtype], recipe.granularity, recipe.rows, recipe.margin)
         return cls(
             settings,
             config,

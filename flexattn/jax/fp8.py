@@ -85,12 +85,9 @@ class DelayedScaling(NamedTuple):
         fields: dict[str, Any] = {}
         for name in fp8.TENSORS:
             history = jnp.maximum(getattr(self, f"amax_history_{name}"), getattr(noted, f"amax_history_{name}"))
-            amax, before = (
-                history[0] if recipe.amax_compute_algo == "most_recent" else history.max(0),
-                getattr(self, f"scale_{name}"),
-            )
-            dtype = fp8.delayed_dtype(recipe, name)
-            fields[f"scale_{name}"] = jnp.where(amax > 0, _scale_of(amax, dtype, recipe.margin), before)
+            amax = history[0] if recipe.amax_compute_algo == "most_recent" else history.max(0)
+            scale = _scale_of(amax, fp8.delayed_dtype(recipe, name), recipe.margin)
+            fields[f"scale_{name}"] = jnp.where(amax > 0, scale, getattr(self, f"scale_{name}"))
             fields[f"amax_history_{name}"] = jnp.roll(history, 1, 0).at[0].set(0.0)
         return DelayedScaling(**fields)
 

@@ -230,15 +230,13 @@ class _Writer:
                 new_indices[table.left[dim]] = self.scalar(index) if not getattr(index, "is_number", False) else index.text
         return table._replace(indices=tuple(new_indices))
 
-    def fixed_part(self, table: jax.Array, e: Any) -> _Array:
+    def fixed_part(self, table: Any, e: Any) -> Any:
         """Returns the part of an array that a slice with fixed bounds reads."""
         starts, limits, shape = e.params["start_indices"], e.params["limit_indices"], e.invars[0].aval.shape
+        if not shape:
+            return table
         indices = [_Scalar(str(start), torch.int64, is_number=True) for start in starts]
-        return (
-            self.part(table, indices, [limit - start for start, limit in zip(starts, limits, strict=True)], e.invars[0].aval)
-            if shape
-            else table
-        )
+        return self.part(table, indices, [limit - start for start, limit in zip(starts, limits, strict=True)], e.invars[0].aval)
 
     def view(self, name: str, value: Any, e: Any) -> object:
         """Returns a value with other dims; only dims of size 1 are added or removed."""
@@ -267,12 +265,10 @@ class _Writer:
         """Writes one pointwise equation and returns its result."""
         dtype = self.kept_dtype(e.outvars[0].aval)
         dtypes = [self.kept_dtype(x.aval) for x in e.invars]
-        texts = [self.scalar(x) for x in values]
-        if any(isinstance(x, _Array) and x.dtype is not d for x, d in zip(values, dtypes, strict=True)):
-            texts = [
-                f"{t}.to({d})" if isinstance(x, _Array) and x.dtype is not d else t
-                for t, x, d in zip(texts, values, dtypes, strict=True)
-            ]
+        texts = [
+            f"{self.scalar(x)}.to({d})" if isinstance(x, _Array) and x.dtype is not d else self.scalar(x)
+            for x, d in zip(values, dtypes, strict=True)
+        ]
         if name in _INFIX or (name == "div" and dtype.is_floating_point):
             are_numbers = [getattr(x, "is_number", False) for x in values]
             # A number stays a number next to a tensor, as in traces of torch mods.

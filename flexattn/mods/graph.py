@@ -152,7 +152,7 @@ def cancel_factors(graph: Graph) -> None:
     for root in reversed([node for node in graph.nodes if _is_product(node)]):
         if not root.users or any(_is_product(user) for user in root.users):
             continue  # removed before, or part of a longer product
-        above: list[Any] = []
+        above: list[object] = []
         below: list[object] = []
         _factors(root, root, above, below)
         kept = list(above)
@@ -181,7 +181,7 @@ def _is_product(node: Node) -> bool:
     return op_name(node) in ("mul", "div")
 
 
-def _factors(root: Node, x: object, above: list[Any], below: list[object]) -> None:
+def _factors(root: Node, x: object, above: list[object], below: list[object]) -> None:
     """Appends the factors and divisors of a product, and of inner products if nothing else uses them."""
     if isinstance(x, Node) and _is_product(x) and (x is root or len(x.users) == 1):
         left, right = x.args

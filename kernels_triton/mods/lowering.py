@@ -40,11 +40,8 @@ _BOUNDS = {
 }
 TABLE_ENTRIES = len(mod_math.DiagonalTables._fields)  # entries after the captures, for all tables of a mod
 _MODULES = {"tl": tl, "triton": triton, "mod_math": mod_math, "interval_math": interval_math}  # names in a generated source
-_ACCUMULATION_PARAMETERS = {
-    "sums": "sums",
-    "scales": "scales",
-    "MODE": "MODE: tl.constexpr",
-}  # further parameters of an accumulation
+# further parameters of an accumulation
+_ACCUMULATION_PARAMETERS = {"sums": "sums", "scales": "scales", "MODE": "MODE: tl.constexpr"}
 _RESERVED = {*_MODULES, "captures", *_ACCUMULATION_PARAMETERS}
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +187,23 @@ def test_the_page_runs(monkeypatch):
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+OPTIONS = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
+
+
+@pytest.mark.parametrize(
+    ("function", "first"),
+    [
+        (fa.flash_attn_kvpacked_func, ["q", "kv"]),
+        (fa.flash_attn_qkvpacked_func, ["qkv"]),
+        (
+            fa.flash_attn_varlen_kvpacked_func,
+            ["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
+        ),
+        (fa.flash_attn_varlen_qkvpacked_func, ["qkv", "cu_seqlens", "max_seqlen"]),
+    ],
+)
+def test_functions_of_packed_tensors_show_flash_attentions_parameters(function: Callable[..., Any], first: list[str]) -> None:
+    """Callers look for their arguments in the signature."""
+    assert list(inspect.signature(function).parameters) == [*first, *OPTIONS]

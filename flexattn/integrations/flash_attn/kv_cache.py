@@ -140,15 +140,12 @@ def attend(
     # A sequence ends with its row, because another sequence may follow.
     lengths = (cache.end if cache.table is not None else cache.end.clamp_max(s)) - cache.start
     layout: dict[str, Any] = {"qkv_format": "thd_2bshd", "page_table": cache.table}
-    if cache.table is not None:
-        if cache.has_starts:
-            lengths, extra_arguments = (
-                cache.end,
-                extra_arguments | {"mask_mod": _after_starts(cache.start, extra_arguments.get("mask_mod"))},
-            )
-    else:
+    if cache.table is None:
         # Repeated rows cannot be slots of one packed tensor, because slots must not overlap.
         k, v = (k[cache.row], v[cache.row]) if cache.has_rows else (k[:b], v[:b])
+    elif cache.has_starts:
+        lengths = cache.end
+        extra_arguments["mask_mod"] = _after_starts(cache.start, extra_arguments.get("mask_mod"))
     if cache.has_starts and cache.table is None:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
         starts = torch.arange(0, b + 1, device=k.device) * s

@@ -111,18 +111,11 @@ class DotProductAttention(torch.nn.Module):
             )
         self.head_dim_qk, self.head_dim_v = dims
         self.num_heads, self.num_heads_kv = num_attention_heads // ranks, groups // ranks
-        self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups_per_partition = (
-            num_attention_heads,
-            groups,
-            groups // ranks,
-        )
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.num_gqa_groups_per_partition = self.num_heads_kv
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = dims
-        self.attention_type, self.sequence_parallel, self.tp_size, self.tp_group = (
-            attention_type,
-            sequence_parallel,
-            ranks,
-            tp_group,
-        )
+        self.attention_type, self.sequence_parallel = attention_type, sequence_parallel
+        self.tp_size, self.tp_group = ranks, tp_group
         self.qkv_format = qkv_format
         self.attn_mask_type = mask_type_of(attn_mask_type)
         self.window_size = window_of(self.attn_mask_type, window_size)
@@ -173,8 +166,8 @@ class DotProductAttention(torch.nn.Module):
 
     def forward(
         self,
-        query_layer: Any = None,
-        key_layer: Any = None,
+        query_layer: object = None,
+        key_layer: object = None,
         value_layer: object = None,
         attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
         qkv_format: str | None = None,

@@ -395,7 +395,7 @@ def _all_in_fp8(**tensors: Any) -> list[InFp8]:
     return results
 
 
-def _page_table(call: _Call, page_table_k: Any, page_table_v: object) -> Tensor | None:
+def _page_table(call: _Call, page_table_k: Tensor | None, page_table_v: Tensor | None) -> Tensor | None:
     """Returns the page table of a call over pages, or None. Raises if it is missing, or if the call does not support pages."""
     tables = {"page_table_k": page_table_k, "page_table_v": page_table_v}
     if not call.layout.is_paged:
@@ -406,6 +406,8 @@ def _page_table(call: _Call, page_table_k: Any, page_table_v: object) -> Tensor 
     for name, table in tables.items():
         if not isinstance(table, Tensor):
             raise ValueError(f"{name} is {describe(table)} with a layout paged_kv_...; accepted: an int32 tensor [b, columns]")
+    assert page_table_k is not None
+    assert page_table_v is not None
     if page_table_k is not page_table_v and not page_table_k.is_set_to(page_table_v):
         raise NotImplementedError(
             "page_table_v is a different tensor from page_table_k; accepted: the same tensor, as in InferenceParams, with keys "
@@ -419,8 +421,7 @@ def _page_table(call: _Call, page_table_k: Any, page_table_v: object) -> Tensor 
             f"attn_mask_type is {mask_type!r} with a layout paged_kv_...; accepted: a type with padding in its name, because the "
             "last page of a sequence may be partly empty"
         )
-    page_table: Tensor = page_table_k
-    return page_table
+    return page_table_k
 
 
 def _refuse_scale_formats(qkv_scale_inv_format: str | None, do_scale_inv_format: str | None) -> None:

@@ -40,10 +40,8 @@ def is_fused_attn_kernel_available(
     """
     kind = member(AttnMaskType, "attn_mask_type", attn_mask_type)
     layout = member(QKVLayout, "qkv_layout", qkv_layout)
-    softmax, bias_type = (
-        member(AttnSoftmaxType, "softmax_type", softmax_type),
-        member(AttnBiasType, "attn_bias_type", attn_bias_type),
-    )
+    softmax = member(AttnSoftmaxType, "softmax_type", softmax_type)
+    bias_type = member(AttnBiasType, "attn_bias_type", attn_bias_type)
     rows = Rows(1, (q_max_seqlen, kv_max_seqlen), layout.is_thd(), kind, window_of(window_size, kind))
     batch_dim = () if layout.is_thd() else (1,)
     kv = (*batch_dim, kv_max_seqlen, kv_num_heads)
