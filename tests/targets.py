@@ -186,10 +186,14 @@ def is_unchecked(module: structure.Module, root: Path) -> bool:
 
 def untyped_functions(module: structure.Module, root: Path) -> list[ast.FunctionDef]:
     """Functions without types, which mypy skips, if pyproject.toml permits them."""
-    if not _is_set(module, root, ["disallow_untyped_defs = false"], "disallow_untyped_defs = true"):
+    if not may_be_untyped(module, root):
         return []
     functions = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef)]
     return [x for x in functions if not any(y.annotation for y in ast.walk(x.args) if isinstance(y, ast.arg)) and not x.returns]
+
+
+def may_be_untyped(module: structure.Module, root: Path) -> bool:
+    return _is_set(module, root, ["disallow_untyped_defs = false"], "disallow_untyped_defs = true")
 
 
 def _is_set(module: structure.Module, root: Path, on: list[str], off: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def library() -> list[structure.Module]:
     for folder in OF_THE_LIBRARY:
         for path in sorted((structure.ROOT / folder).rglob("*.py")):
             text = path.read_text("utf-8")
-            if "torch." in text or "threading." in text:
+            if re.search(rf"\btorch\.({'|'.join(FACTORIES)})\(|\bthreading\.", text):
                 found.append(structure.Module(path.stem, path.relative_to(structure.ROOT), text, ast.parse(text)))
     return found
 
