@@ -76,7 +76,7 @@ def check_compiled(cases: list[tuple[int, str]], dtype: torch.dtype = torch.bflo
 @pytest.mark.parametrize(
     "cases",
     [
-        [(128, "causal")],
+        pytest.param([(128, "causal")], marks=pytest.mark.slow),
         pytest.param([(dim, "everything") for dim in DIMS], marks=pytest.mark.slow),
         pytest.param([(dim, features) for dim in DIMS for features in FEATURES], marks=pytest.mark.exhaustive),
     ],

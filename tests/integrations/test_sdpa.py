@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +238,21 @@ def test_the_kernels_read_every_shape_of_mask(shape: tuple[int, ...], is_float: 
         check(tensors, mask if is_float else mask.detach() > 0, 1e-5)
 
 
-def test_compiles_in_one_graph() -> None:
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: make(2, 1, 1, SKV).detach() > 0,
+        *(
+            pytest.param(mask, marks=pytest.mark.slow)
+            for mask in (lambda: make(SQ, SKV, dtype=torch.float32), lambda: None, lambda: causal_lower_right(SQ, SKV))
+        ),
+    ],
+    ids=["bool", "float", "none", "causal"],
+)
+def test_compiles_in_one_graph(mask: Callable[[], Any]) -> None:
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for mask in (make(SQ, SKV, dtype=torch.float32), make(2, 1, 1, SKV).detach() > 0, None, causal_lower_right(SQ, SKV)):
-        tensors = qkv(dtype=torch.float32)
-        torch.testing.assert_close(compiled(*tensors, mask), ours(*tensors, mask))
+    tensors = qkv(dtype=torch.float32)
+    torch.testing.assert_close(compiled(*tensors, mask()), ours(*tensors, mask()))
 
 
 def test_signature_is_torchs() -> None:

@@ -38,6 +38,7 @@ print(CudaDriver.get_current_target(None).arch)
 """
 
 
+@pytest.mark.slow
 def test_code_is_compiled_for_the_target_and_assembled_for_the_gpu(
     fresh_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
