@@ -737,3 +737,12 @@ def test_any_spec_is_explained(spec, request):
     assert text.count("  why: ") == (2 if spec.needs_grad else 1)
     for name in BACKENDS:
         assert text.count(f"  not {name}: ") + text.count(f": {name}\n") == (2 if spec.needs_grad else 1)
+
+
+def test_auto_prefers_eager_for_lists_of_keys_on_a_gpu() -> None:
+    """No GPU has run the kernels for lists of keys. A warning names them."""
+    decision = select(SPEC._replace(kv_lists=1), "forward", "auto")
+    assert decision.backend == "eager"
+    assert decision.warning is not None
+    assert "backend='triton' runs them" in decision.warning
+    assert select(SPEC._replace(kv_lists=1), "forward", "triton").backend == "triton"
