@@ -45,11 +45,9 @@ def requests(kernel: str, launchers: Launchers, workload: Workload, arch: int) -
 
 
 def reports(
-    groups: Sequence[Sequence[CompileRequest]],
-    advance: Callable[[int], object] = lambda n: None,
-    compile_many: Compile | None = None,
+    groups: Sequence[Sequence[CompileRequest]], advance: Callable[[], object] = lambda: None, compile_many: Compile | None = None
 ) -> list[list[CompileReport] | str]:
-    """Returns for each group of requests its reports, or the compiler's message; `advance` is called with each batch's size."""
+    """Returns for each group of requests its reports, or the compiler's message; `advance` is called after each group."""
     from flexattn.kernels_triton.ahead_of_time import compile_report
 
     compile_many = compile_many or compile_report.compile_many
@@ -63,7 +61,8 @@ def reports(
             answers += [[next(made) for _ in group] for group in part]
         except compile_report.CompileError:  # find out whose fault it is
             answers += [_alone(group, compile_many) for group in part]
-        advance(len(part))
+        for _ in part:
+            advance()
     return answers
 
 

@@ -7,8 +7,7 @@ with one GPU's, and the GPUs are warmed. A time is the median over queued calls 
 time over the number of ranks times their time; one GPU's time is the mean of all ranks' before and after. Memory is the peak of
 a forward and backward above the memory held before. With --graphs, "auto" is also captured in a CUDA graph for each direction and
 replayed. Shared memory is the memory that ranks keep for each other to read, in addition to the peak; with
-FLEXATTN_PEER_MEMORY=never there is none. Links count the bytes that each rank receives. If there is no GPU, the program runs over
-gloo at toy sizes, to check itself.
+FLEXATTN_PEER_MEMORY=never there is none. If there is no GPU, the program runs over gloo at toy sizes, to check itself.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ PEERS = tuple(f"torch context_parallel, {kernel}, {how}" for kernel in ("cuDNN",
 WARM_SECONDS = 1.0  # one GPU's calls before a cell take that long: a GPU's clock falls as it warms
 SECONDS, MOST_CALLS = 0.8, 60  # timed calls of one direction
 HOST_MATTERS_MS = 100  # the host's time to enqueue a longer forward and backward is not measured
-LINK_MIB = (1, 16, 64, 256)
 NAMES = ("out", "dq", "dk", "dv")
 SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_", "FLEXATTN_")  # environment variables that a run notes
 
@@ -147,7 +145,7 @@ class Ranks:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def milliseconds(self, call: Callable[[], Any], seconds: float | None = None) -> Tensor:
+    def milliseconds(self, call: Callable[[], Any]) -> Tensor:
         """Returns the times of calls in a row, [ranks, calls]."""
         call()
         self.synchronize()
@@ -155,7 +153,7 @@ class Ranks:
         call()
         self.synchronize()
         one = float(self.gathered([time.perf_counter() - before]).max())
-        count = max(3, min(MOST_CALLS, int((self.seconds if seconds is None else seconds) / one)))
+        count = max(3, min(MOST_CALLS, int(self.seconds / one)))
         dist.barrier()
         self.synchronize()
         if self.on_gpu:
@@ -411,34 +409,6 @@ class Comparison:
         return self.compared(row)
 
 
-def links(ranks: Ranks) -> list[dict[str, Any]]:
-    """Returns a row for each collective and size: the time, and the bytes per second that a rank receives."""
-    rows: list[dict[str, Any]] = []
-    for mib in LINK_MIB if ranks.on_gpu else (1,):
-        n = mib * 2**20 // DTYPE.itemsize // ranks.count * ranks.count
-        x = torch.ones(n, dtype=DTYPE, device=ranks.device)
-        y, whole = torch.empty_like(x), x.new_empty(n * ranks.count)
-        there, here = (ranks.rank + 1) % ranks.count, (ranks.rank - 1) % ranks.count
-
-        def ring(x: Tensor = x, y: Tensor = y, to: int = there, of: int = here) -> None:
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, to), dist.P2POp(dist.irecv, y, of)]):
-                work.wait()
-
-        share = (ranks.count - 1) / ranks.count
-        cells: dict[str, tuple[Callable[[], Any], float]] = {
-            "ring, each sends and receives": (ring, n * DTYPE.itemsize),
-            "all-gather, each gives": (
-                functools.partial(dist.all_gather_into_tensor, whole, x),
-                n * DTYPE.itemsize * (ranks.count - 1),
-            ),
-            "all-to-all of": (functools.partial(dist.all_to_all_single, y, x), n * DTYPE.itemsize * share),
-        }
-        for name, (call, received) in cells.items():
-            ms = statistics.median(ranks.milliseconds(call, 0.1).amax(0).tolist())
-            rows.append({"link": name, "mib": mib, "us": 1e3 * ms, "received_gb_s": received / ms * 1e-6})
-    return rows
-
-
 def line_of(row: dict[str, Any]) -> str:
     if row["status"] != "measured":
         return f"{row['status']}: {row.get('reason', row.get('errors'))}"
@@ -464,7 +434,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--timed-seconds", type=float, default=SECONDS, help="seconds of timed calls in a direction, at least 3 calls"
     )
-    parser.add_argument("--no-links", action="store_true", help="do not measure the links")
     parser.add_argument("--graphs", action="store_true", help="measure auto in a CUDA graph too, over NCCL")
     options = parser.parse_args(argv)
     started = time.perf_counter()
@@ -481,7 +450,6 @@ def main(argv: list[str] | None = None) -> int:
         "versions": versions,
         "settings": {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
         "cells": {name: (cell if ranks.on_gpu else small(cell))._asdict() for name, cell in cells.items()},
-        "links": [],
     }
     run = Run("flexattn.bench.context_parallel", __doc__, options.out, argv, **facts)
     run.content["command"] = run.content["command"].replace("python", f"torchrun --standalone --nproc-per-node {ranks.count}", 1)
@@ -497,12 +465,6 @@ def main(argv: list[str] | None = None) -> int:
         run.write()
         show(row)
 
-    if not options.no_links:
-        run.content["links"] = links(ranks)
-        run.write()
-        if ranks.rank == 0:
-            for link in run.content["links"]:
-                print(f"{link['link']} {link['mib']} MiB: {link['us']:.0f} us, {link['received_gb_s']:.0f} GB/s", flush=True)
     for name, cell in cells.items():
         if ranks.said_by_any(time.perf_counter() - started > options.seconds):
             say({"cell": name, "implementation": "all", "status": "left out", "reason": "the time was over"})

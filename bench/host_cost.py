@@ -198,41 +198,35 @@ def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
     kind: dict[str, Any] = {"fake_dtype": tensors[0].dtype, "fused_attention_backend": FusedAttnBackend.F16_arbitrary_seqlen}
     layout: dict[str, Any] = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd", "attn_mask_type": "causal"}
 
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        with attention_backend("triton"):
-            return fused_attn_fwd(True, q=q, k=k, v=v, **lengths, **kind, **layout)[0]
-
-    with attention_backend("triton"):
-        out, aux = fused_attn_fwd(True, q=tensors[0], k=tensors[1], v=tensors[2], **lengths, **kind, **layout)
-    dout = torch.randn_like(out)
-
-    def backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        results: dict[str, Any] = {"o": out, "d_o": dout, "aux_ctx_tensors": aux, "do_format": "bshd", "dqkv_layout": "bs3hd"}
-        with attention_backend("triton"):
-            fused_attn_bwd(q=q, k=k, v=v, **results, **lengths, **kind, **layout)
-            return out
-
+    call: dict[str, Any] = {**lengths, **kind, **layout}
+    fp8_call: dict[str, Any] = {**call, "fused_attention_backend": FusedAttnBackend.FP8}
+    formats: dict[str, Any] = {"do_format": "bshd", "dqkv_layout": "bs3hd"}
     quantize = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
     in_fp8: dict[str, Any] = {name: quantize(t) for name, t in zip("qkv", tensors, strict=True)}
-    fp8_kind: dict[str, Any] = {**kind, "fused_attention_backend": FusedAttnBackend.FP8}
     with attention_backend("triton"):
-        fp8_out, fp8_aux = fused_attn_fwd(True, **in_fp8, **lengths, **fp8_kind, **layout)
-    fp8_results: dict[str, Any] = {"o": fp8_out, "aux_ctx_tensors": fp8_aux, "do_format": "bshd", "dqkv_layout": "bs3hd"}
-    fp8_results |= {**in_fp8, **lengths, **fp8_kind, **layout}
+        out, aux = fused_attn_fwd(True, q=tensors[0], k=tensors[1], v=tensors[2], **call)
+        fp8_out, fp8_aux = fused_attn_fwd(True, **in_fp8, **fp8_call)
+    dout = torch.randn_like(out)
 
-    def backward_in_fp8(d_o: Any) -> Callable[..., Any]:
-        def backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            with attention_backend("triton"):
-                fused_attn_bwd(d_o=d_o, **fp8_results)
-                return out
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        with attention_backend("triton"):
+            return fused_attn_fwd(True, q=q, k=k, v=v, **call)[0]
 
-        return backward
+    def backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        with attention_backend("triton"):
+            fused_attn_bwd(q=q, k=k, v=v, o=out, d_o=dout, aux_ctx_tensors=aux, **formats, **call)
+            return out
+
+    def backward_in_fp8(d_o: Any, *_: Tensor) -> Any:
+        with attention_backend("triton"):
+            fused_attn_bwd(d_o=d_o, o=fp8_out, aux_ctx_tensors=fp8_aux, **formats, **in_fp8, **fp8_call)
+            return out
 
     return {
         "fused_attn_fwd": forward,
         "fused_attn_bwd, dqkv packed": backward,
-        "fused_attn_bwd, FP8": backward_in_fp8(quantize(dout)),
-        "fused_attn_bwd, FP8, d_o in 16 bits": backward_in_fp8(dout),
+        "fused_attn_bwd, FP8": functools.partial(backward_in_fp8, quantize(dout)),
+        "fused_attn_bwd, FP8, d_o in 16 bits": functools.partial(backward_in_fp8, dout),
     }
 
 

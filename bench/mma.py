@@ -188,16 +188,9 @@ def table(found: Record) -> Table:
         speeds = [_speed(cell and cell.speed(other)) for cell in directions for other in others]
         if any(text != "-" for text in speeds):
             workload = next(iter(by_direction.values())).workload
-            lines.append((_title(workload), speeds))
+            lines.append((title_of(workload), speeds))
     columns = [f"{direction}: {other.removeprefix('flexattn ')}" for direction in ("forward", "backward") for other in others]
     return Table("", columns, lines)
-
-
-def _title(workload: Workload) -> str:
-    if workload.group != OLDER:
-        return title_of(workload)
-    mask = "window" if workload.window_size != (-1, -1) else "causal" if workload.is_causal else "no mask"
-    return f"Head dim {workload.head_dim_qk}, {mask}, {workload.seqlen_q:,} tokens"
 
 
 def _speed(speed: float | None) -> str:

@@ -21,14 +21,7 @@ import flexattn
 from flexattn.bench import compiled, counts, record
 from flexattn.bench.check import Checker, Error
 from flexattn.bench.emulated import KERNELS as EMULATED
-from flexattn.bench.implementations import (
-    KERNELS,
-    TRITON,
-    Implementation,
-    committed_launchers,
-    committed_tile,
-    with_launchers,
-)
+from flexattn.bench.implementations import KERNELS, TRITON, Implementation, committed_launchers, committed_tile, with_launchers
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.kernel_file import NEEDED
 from flexattn.bench.kernel_file import launchers as launchers_of

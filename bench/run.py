@@ -23,6 +23,7 @@ from flexattn.bench.measure import HOST, MEASURES, MEMORY, Timer, measure, measu
 from flexattn.bench.peers import PEERS_NOTE
 from flexattn.bench.record import Record, Row
 from flexattn.bench.shapes import Workload
+from flexattn.progress import progress_bar
 
 
 class Plan(NamedTuple):
@@ -49,7 +50,7 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
     known = record.facts(plan.command, ceilings, method(plan), plan.workloads)
     so_far = Record(**known, rows=rows, left_out=left_out, complete=False)
     cells = [(w, direction) for w in plan.workloads for direction in plan.directions if direction in w.directions]
-    with progress(len(cells)) as advance:
+    with progress_bar(len(cells), "bench", "cell") as advance:
         for workload, directions in _by_workload(cells):
             if time.monotonic() - began > plan.budget_s:
                 reason = f"the budget of {plan.budget_s:.0f} s was spent"
@@ -70,7 +71,7 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
                         continue  # the same reason was shown before
                     refused.add((row.implementation, row.reason))
                     show(line(row))
-                advance(f"{workload.name} {direction}")
+                advance()
                 if plan.out is not None:  # after each cell, so that an interruption loses no measurement
                     record.write(plan.out, so_far)
             del tensors, checker
@@ -113,24 +114,6 @@ def line(row: Row) -> str:
 def shortened(reason: str) -> str:
     """A wrong result's worst elements as they are; else so much of a refusal as a terminal has room for."""
     return reason if "\n" in reason else reason[:200] + ("..." if len(reason) > 200 else "")
-
-
-@contextlib.contextmanager
-def progress(total: int, unit: str = "cell") -> Iterator[Callable[[str], object]]:
-    """Shows a bar if tqdm is installed and the output is a terminal, else the name of each step as it ends."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        done = iter(range(1, total + 1))
-        yield lambda text: print(f"{next(done)}/{total} {text}", file=sys.stderr, flush=True)
-        return
-    with tqdm(total=total, unit=unit, mininterval=1, disable=None) as bar:
-
-        def advance(text: str) -> None:
-            bar.set_postfix_str(text, refresh=False)
-            bar.update()
-
-        yield advance
 
 
 def compile_only(plan: Plan) -> None:

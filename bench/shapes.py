@@ -308,9 +308,9 @@ TITLES = {
 
 def title_of(workload: Workload) -> str:
     """Returns a workload's name in words."""
-    if workload.group != "sweep":
+    if workload.group not in ("sweep", OLDER):
         return TITLES.get(workload.name, workload.name)
-    mask = "causal" if workload.is_causal else "no mask"
+    mask = "window" if workload.window_size != (-1, -1) else "causal" if workload.is_causal else "no mask"
     return f"Head dim {workload.head_dim_qk}, {mask}, {workload.seqlen_q:,} tokens"
 
 

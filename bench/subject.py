@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import flexattn
 from flexattn.bench.check import Checker, Error
-from flexattn.bench.implementations import (
-    KERNELS,
-    Implementation,
-    Launchers,
-    one_kernel,
-    with_launchers,
-)
+from flexattn.bench.implementations import KERNELS, Implementation, Launchers, one_kernel, with_launchers
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.shapes import Workload
 from flexattn.bench.tiles import tile_name

@@ -15,9 +15,10 @@ from flexattn.bench.implementations import KERNELS, committed_launchers
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
 from flexattn.bench.record import Record, Row
-from flexattn.bench.run import line, progress
+from flexattn.bench.run import line
 from flexattn.bench.subject import PASSED, WRONG, Subject, alone, check, small_enough
 from flexattn.bench.tiles import candidates, tile_name
+from flexattn.progress import progress_bar
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.runtime.device import Tile
@@ -26,13 +27,8 @@ if TYPE_CHECKING:
 def prune(subject: Subject, tiles: Sequence[Tile]) -> dict[Tile, list[str]]:
     """Returns the complaints about each tile after compiling it for the subject's architecture. Nothing runs."""
     groups = [compiled.requests(subject.kernel, subject.with_tile(t).launchers, subject.workload, subject.arch) for t in tiles]
-    with progress(len(groups), "tile") as advance:
-
-        def step(count: int) -> None:
-            for _ in range(count):
-                advance(f"compiled for sm_{subject.arch}")
-
-        made = compiled.reports(groups, step)
+    with progress_bar(len(groups), f"compiled for sm_{subject.arch}", "tile") as advance:
+        made = compiled.reports(groups, advance)
     return {tile: compiled.complaints(subject.kernel, tile, subject.arch, answer) for tile, answer in zip(tiles, made, strict=True)}
 
 

@@ -52,13 +52,7 @@ FUNCTIONS |= {
     "cdiv": lambda x, div: (x + div - 1) // div,
     "num_ctas": lambda: 1,
 }
-for _name, _op in {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "fdiv": "truediv",
-    "div_rn": "truediv",
-}.items():
+for _name, _op in {"add": "add", "sub": "sub", "mul": "mul", "fdiv": "truediv", "div_rn": "truediv"}.items():
     FUNCTIONS[_name] = lambda a, b, _op=_op, **_: binary(_op, a, b)
 
 

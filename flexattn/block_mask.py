@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 1 << 24  # elements of the mask in memory at a time
 _NAME = "_flexattn_lists"
 _KEY_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-_NAMES = (*_KEY_LISTS, *(name.replace("kv_", "q_") for name in _KEY_LISTS))
+BLOCK_TENSORS = (*_KEY_LISTS, *(name.replace("kv_", "q_") for name in _KEY_LISTS))
 
 
 class BlockLists(NamedTuple):
@@ -144,7 +144,7 @@ def checked_tensors(
     block_mask: Any, batch: int, heads: int, longest: tuple[int, int], device: torch.device
 ) -> tuple[list[Tensor | None], tuple[int, int]]:
     """Returns the tensors of a BlockMask and its block size. Raises the errors of `block_lists`."""
-    if not all(hasattr(block_mask, name) for name in (*_NAMES, "BLOCK_SIZE", "mask_mod")):
+    if not all(hasattr(block_mask, name) for name in (*BLOCK_TENSORS, "BLOCK_SIZE", "mask_mod")):
         raise TypeError(
             f"block_mask is a {type(block_mask).__name__}; accepted: a BlockMask of torch or of create_block_mask, or None"
         )
@@ -162,12 +162,12 @@ def checked_tensors(
             f"block_mask is for batch {sizes[0]}, {sizes[1]} heads, {lengths[0]} queries and {lengths[1]} keys; accepted for this "
             f"call: batch 1 or {batch}, 1 or {heads} heads, at least {longest_q} queries and {longest_kv} keys"
         )
-    tensors = [getattr(block_mask, name) for name in _NAMES]
+    tensors = [getattr(block_mask, name) for name in BLOCK_TENSORS]
     if tensors[4] is None:
         raise ValueError("block_mask has no lists of query blocks (q_indices); accepted: one made with compute_q_blocks=True")
-    _check_shapes(tensors, _NAMES, -(-longest_kv // size_kv))
+    _check_shapes(tensors, BLOCK_TENSORS, -(-longest_kv // size_kv))
     if options.check_values() and not is_traced() and not is_capturing():
-        _check_values(tensors, _NAMES)
+        _check_values(tensors, BLOCK_TENSORS)
     return tensors, (size_q, size_kv)
 
 

@@ -101,7 +101,6 @@ foreach_copy = torch._foreach_copy_
 # CUDA.
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", None)  # type: ignore[assignment]
 current_raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
-gpu_sleep: Callable[[int], None] = torch.cuda._sleep  # for a number of cycles of the clock
 
 # Functions that mods may call, by the objects and dicts that hold them.
 C_FUNCTIONS: tuple[Any, ...] = (_C._VariableFunctions, _C._nn, _C._special, _C._linalg, _C._fft)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from flexattn.call_options import DEFAULTS, Arguments, taking
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, from_bshd
-from flexattn.prepare import Prepared, default_alibi_slopes, prepare
+from flexattn.prepare import Prepared, prepare
 from flexattn.shorthands import in_full, is_jagged, without_aliases
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _first_call(key: CallKey | None, q: Any, k: Any, v: Any, options: Mapping[st
         if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):  # by name: its import takes long
             from flexattn.sharded import attend_sharded
 
-            return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
+            return attend_sharded(attention, q, k, v, arguments)
     out, lse, max_logit = run_first(key, prepare(q, k, v, arguments), arguments)
     return chosen(out, lse, max_logit, arguments["return_lse"], arguments["return_max_logit"])
 

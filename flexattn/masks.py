@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def mask_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
     """Returns the accepted dtypes of float masks: float32 and q's dtype, and under autocast all dtypes of 16 bits."""
-    if q.dtype != torch.float64 and torch.is_autocast_enabled(q.device.type):
+    if q.dtype != torch.float64 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, q.dtype) if q.dtype.itemsize > 1 else (torch.float32,)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexattn.call_options import Arguments, CacheOptions, Fp8Options, LengthOptions, without_defaults
 from flexattn.dispatch.spec import with_padding
+from flexattn.validation import are_values_read
 
 _LENGTHS = (*(name for name in LengthOptions.__annotations__ if name.startswith("cu_seqlens")), *CacheOptions.__annotations__)
 _JAGGED_DIM = {"bshd": 1, "bhsd": 2}
@@ -35,8 +36,8 @@ def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments:
 def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[Any, Any, Any], Arguments]:
     """Returns q, k, v and the arguments of the packed call that equals a call of nested q, k and v.
 
-    Raises ValueError for FP8, for a format other than "bshd" and "bhsd", for a jagged dim other than the format's s, and for
-    lengths as arguments.
+    Raises ValueError for FP8, for a format other than "bshd" and "bhsd", for a jagged dim other than the format's s, for lengths as
+    arguments, and for k and v with other sequences.
     """
     packed: dict[str, Any] = {**arguments}
     if any(packed[name] is not None for name in Fp8Options.__annotations__):
@@ -54,12 +55,24 @@ def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[
                 'dim] with "bshd" and [batch, heads, jagged, head dim] with "bhsd"'
             )
     q, k, v = (x.transpose(1, 2) for x in qkv) if fmt == "bhsd" else qkv
+    _check_same_tokens(k, v)
     packed |= {"qkv_format": "thd", "attn_mask_type": with_padding(str(arguments["attn_mask_type"]))}
     for side, x in (("q", q), ("kv", k)):
         packed |= {f"cu_seqlens_{side}{ending}": starts for ending, starts in _starts(x).items()}
         if packed[f"max_seqlen_{side}"] is None:  # the longest length, if x knows it without a look at its offsets
             packed[f"max_seqlen_{side}"] = x._maybe_max_seqlen
     return (q.values(), k.values(), v.values()), cast("Arguments", packed)
+
+
+def _check_same_tokens(k: Any, v: Any) -> None:
+    """Raises ValueError if the sequences of k and v differ, as far as that is known without a wait for the device."""
+    if k.offsets() is v.offsets() and k.lengths() is v.lengths():
+        return
+    (ends, first), (ends_v, first_v) = ((x[""], x.get("_padded", x[""])[:-1]) for x in (_starts(k), _starts(v)))
+    is_read = are_values_read(ends) and are_values_read(ends_v)
+    if len(ends) != len(ends_v) or (is_read and not (torch.equal(ends, ends_v) and torch.equal(first, first_v))):
+        lengths = f": {ends.diff().tolist()} and {ends_v.diff().tolist()} tokens" if is_read else ""
+        raise ValueError(f"k and v are nested with different sequences{lengths}; accepted: the same lengths in the same places")
 
 
 def _starts(x: Any) -> dict[str, Tensor]:

@@ -83,8 +83,7 @@ def prepare(
     """
     arguments = arguments.copy()
     formats = q_format, kv_format = parse_format(str(arguments["qkv_format"]))
-    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    if (dtype := _autocast_dtype(q)) is not None:
         q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
         # float32 is accepted with any dtype of q, and is more exact
         arguments["bias"] = _autocast(arguments["bias"], dtype, torch.float32)
@@ -206,6 +205,27 @@ def prepare(
     return Prepared(x, settings, config)
 
 
+def check_whole(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> None:
+    """Raises if whole tensors do not fit, before ranks divide them. The default slopes of ALiBi become an argument."""
+    formats = parse_format(str(arguments["qkv_format"]))
+    given = arguments.copy()
+    if (dtype := _autocast_dtype(q)) is not None:  # in place of casts, tensors without memory of their own
+        q, k, v = (_like(t, dtype) if _is_cast(t) else t for t in (q, k, v))
+        given["bias"] = _like(given["bias"], dtype) if _is_cast(given["bias"], torch.float32) else given["bias"]
+    _check_names_and_numbers(given)
+    make_band(given["attn_mask_type"], given["window_size"], given["bottom_right_diagonal"])
+    validation.check_qkv(q, k, v, *formats)
+    sizes = _checked_sizes(q, k, formats, given)
+    mask_mod = given["mask_mod"]
+    if given["block_mask"] is not None:
+        from flexattn.block_mask import checked_tensors  # here, because calls without a block mask should not wait for its import
+
+        checked_tensors(given["block_mask"], sizes.batch, sizes.heads, (sizes.max_q, sizes.max_kv), q.device)
+        mask_mod = given["block_mask"].mask_mod
+    _check_mod_sizes((given["score_mod"], mask_mod), sizes, "padding" in given["attn_mask_type"])
+    arguments["alibi_slopes"] = given["alibi_slopes"]
+
+
 def _check_names_and_numbers(arguments: Arguments) -> None:
     """Raises for invalid names, flags and numbers. The numbers become Python's own."""
     validation.check_name("bias_type", arguments["bias_type"], BIAS_TYPES)
@@ -267,13 +287,7 @@ def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, n
     if score_mod is None and mask_mod is None:
         return _Mods(None, band, blocks, needs_grad)
     has_padding, bias_type = "padding" in arguments["attn_mask_type"], arguments["bias_type"]
-    if not torch.compiler.is_compiling():
-        # Sequences with lengths may be shorter than any number on the host says.
-        known_q, known_kv = (None, None) if has_padding else (max_q, max_kv)
-        for mod in (score_mod, mask_mod):
-            check_sizes = getattr(mod, "_flexattn_check_sizes", None)
-            if check_sizes is not None:
-                check_sizes(batch, heads, known_q, known_kv)
+    _check_mod_sizes((score_mod, mask_mod), sizes, has_padding)
     # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's diagonal, so with ALiBi the band
     # stays. A block mask's full blocks are not masked.
     is_open = band.left is None and band.right is None
@@ -288,11 +302,36 @@ def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, n
     return _Mods(traced, band, blocks, needs_grad or any(traced.program.tensor_needs_grad))
 
 
-def _autocast(x: object, dtype: torch.dtype, *kept: torch.dtype) -> Any:
-    """Returns x as autocast gives it to a matrix product: in its dtype, unless it is float64, FP8 or no floating point tensor."""
-    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *validation.FP8_DTYPES, *kept):
-        return x.to(dtype)
-    return x
+def _check_mod_sizes(mods: tuple[Mod | None, Mod | None], sizes: _Sizes, has_padding: bool) -> None:
+    """Raises ValueError if a tensor of one of the library's mods is too small for the call."""
+    # Sequences with lengths may be shorter than any number on the host says.
+    longest = (None, None) if has_padding else (sizes.max_q, sizes.max_kv)
+    for mod in mods if not torch.compiler.is_compiling() else ():
+        check_sizes = getattr(mod, "_flexattn_check_sizes", None)
+        if check_sizes is not None:
+            check_sizes(sizes.batch, sizes.heads, *longest)
+
+
+def _autocast_dtype(q: object) -> torch.dtype | None:
+    """Returns the dtype of autocast, or None if it is off for q."""
+    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        return torch.get_autocast_dtype(q.device.type)
+    return None
+
+
+def _is_cast(x: object, *kept: torch.dtype) -> bool:
+    """Returns whether autocast casts x: not float64, FP8 or a tensor without floating point numbers."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *validation.FP8_DTYPES, *kept)
+
+
+def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
+    """Returns x as autocast gives it to a matrix product."""
+    return x.to(dtype) if _is_cast(x, *kept) else x
+
+
+def _like(x: Any, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor of x's shape in another dtype, whose elements are one place in memory."""
+    return torch.empty((), dtype=dtype, device=x.device).expand(x.shape)
 
 
 def _narrower(a: int | None, b: int | None) -> int | None:

@@ -7,31 +7,36 @@ differentiates both steps.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from flexattn.block_mask import BLOCK_TENSORS, Kept
 from flexattn.call_options import Arguments, Fp8Options, LengthOptions, without_defaults
 from flexattn.compat import tree_map
 from flexattn.dispatch.spec import parse_format
 from flexattn.mods.trace import Mod, find_all_captures
 from flexattn.ops import new_rng_state
+from flexattn.prepare import check_whole
 from flexattn.warn import warn_once
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # By its name, because plain attention has one too. No call depends on whether another module imported it.
 _over_sequence: Any = importlib.import_module("flexattn.distributed.sequence")
+_SHIFTED = "_flexattn_shifted"
 _OF_ROWS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_table")
 
 
-def attend_sharded(
-    attend: Callable[..., Any], q: Any, k: Any, v: Any, options: Arguments, default_slopes: Callable[[int, Tensor], Tensor]
-) -> Any:
+def attend_sharded(attend: Callable[..., Any], q: Any, k: Any, v: Any, options: Arguments) -> Any:
     """Returns attend(q, k, v, **options) if at least one of q, k and v is a DTensor.
 
     A mesh dim that shards q by heads or by batch keeps its sharding if it divides heads, key heads or batch. A mesh dim that
@@ -46,6 +51,7 @@ def attend_sharded(
     if arguments["out"] is not None:
         raise ValueError("out is given and q, k or v is a DTensor. Leave out out, or pass local tensors.")
     mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))
+    check_whole(q, k, v, arguments)  # type: ignore[arg-type]  # parts of a tensor with too few heads or rows may fit a rank's own
     q_format, kv_format = parse_format(arguments["qkv_format"])
     head_dim, kv_head_dim = q_format.index("h"), kv_format.index("h")
     heads, heads_kv = q.shape[head_dim], k.shape[kv_head_dim]
@@ -55,8 +61,6 @@ def attend_sharded(
     _refuse(kinds, arguments)
     if arguments["dropout_p"] > 0.0 and arguments["rng_state"] is None:
         arguments["rng_state"] = _common_rng_state((q.to_local() if isinstance(q, DTensor) else q).device, mesh)
-    if arguments["bias_type"] == "alibi" and arguments["alibi_slopes"] is None:
-        arguments["alibi_slopes"] = default_slopes(heads, q.to_local() if isinstance(q, DTensor) else q)
 
     def local(x: object, heads_dim: int | None, batch_dim: int | None, sequence_dim: int | None = None) -> Any:
         """Returns x's part on this rank, given its dims of heads, batch and tokens. A dim of None is not divided."""
@@ -92,6 +96,8 @@ def attend_sharded(
     for name, position in (("score_mod", 1), ("mask_mod", 0)):
         if arguments[name] is not None and (first_head or first_row):
             arguments[name] = _shifted(arguments[name], position, first_row, first_head)
+    if arguments["block_mask"] is not None and (first_head or first_row):
+        arguments["block_mask"] = _shifted_blocks(arguments["block_mask"], first_row, first_head)
     s_q, s_kv = (q_format.index("s"), kv_format.index("s")) if dense else (None, None)
     parts = local(q, head_dim, b_q, s_q), local(k, kv_head_dim, b_kv, s_kv), local(v, kv_head_dim, b_kv, s_kv)
     if "sequence" in kinds:
@@ -134,7 +140,7 @@ def _kinds(
     left = {"heads": math.gcd(*heads), "batch": shared}
     has_lengths = any(arguments.get(name) is not None for name in _OF_ROWS)
     mask = arguments["block_mask"]
-    if mask is not None and tuple(mask.kv_num_blocks.shape[:2]) != (1, 1):
+    if mask is not None and mask.kv_num_blocks.shape[:2] != (1, 1):
         left = {"heads": 1, "batch": 1}  # its lists would have to be divided too
     if getattr(arguments["score_mod"], "score_mod_gradient", None) is not None:
         left = {"heads": 1, "batch": 1}  # a custom backward reads its tensors at global indices
@@ -190,7 +196,11 @@ def _refuse(kinds: list[str], arguments: Mapping[str, Any]) -> None:
             if isinstance(t, DTensor) or (t.requires_grad and torch.is_grad_enabled()):
                 raise ValueError(
                     f"{name} captures {captured}, a {type(t).__name__} that "
-                    + ("is sharded" if isinstance(t, DTensor) else "requires a gradient, of which each rank would have a part")
+                    + (
+                        "a mod cannot read"
+                        if isinstance(t, DTensor)
+                        else "requires a gradient, of which each rank would have a part"
+                    )
                     + "; accepted beside DTensors: plain tensors without a gradient, and any in score_mod_tensors"
                 )
 
@@ -231,6 +241,19 @@ def _shifted(mod: Mod, position: int, first_row: int, first_head: int) -> Mod:
         before, b, h, after = arguments[:position], arguments[position], arguments[position + 1], arguments[position + 2 :]
         return mod(*before, b + first_row, h + first_head, *after, **named)
 
+    return shifted
+
+
+def _shifted_blocks(mask: BlockMask, first_row: int, first_head: int) -> BlockMask:
+    """Returns a block mask for all heads and rows whose mask_mod is this rank's. The mask keeps it for later calls."""
+    tensors, place = [getattr(mask, name) for name in BLOCK_TENSORS], (first_row, first_head, mask.mask_mod)
+    kept: Kept | None = None if torch.compiler.is_compiling() else getattr(mask, _SHIFTED, None)
+    if kept is not None and kept.is_current(tensors) and kept.value[0] == place:
+        return kept.value[1]  # type: ignore[no-any-return]
+    shifted = copy.copy(mask)
+    shifted.mask_mod = _shifted(mask.mask_mod, 0, first_row, first_head)
+    if not torch.compiler.is_compiling():
+        object.__setattr__(mask, _SHIFTED, Kept(tensors, (place, shifted)))
     return shifted
 
 

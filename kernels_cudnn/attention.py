@@ -92,12 +92,7 @@ def attention_forward(
 
 
 def attention_backward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    gradients: Written,
-    directory: str | None = None,
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, gradients: Written, directory: str | None = None
 ) -> None:
     """Writes the gradients.
 
@@ -159,12 +154,7 @@ def forward_call(
 
 
 def backward_call(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    gradients: Written,
-    numbers: dict[int, Tensor] | None = None,
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, gradients: Written, numbers: dict[int, Tensor] | None = None
 ) -> Call:
     """Returns the plan and buffers of `attention_backward`, as `forward_call` does for the forward."""
     x = problem

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flexattn.kernels_cudnn.attention import KEY_TILE, NEG_INF, Call, Written, backward_call, forward_call, write_empty
 from flexattn.kernels_cudnn.execute import execute
-from flexattn.kernels_cudnn.fp8_rules import Fp8Call, fp8_error
 from flexattn.kernels_cudnn.graphs import ALIGNMENT, Uid
 from flexattn.kernels_cudnn.lengths import constant
 from flexattn.kernels_cudnn.plans import PLANS, PlanNotSupported
@@ -47,7 +46,7 @@ def fp8_forward(problem: Problem, descales: Descales, out: Tensor, lse: Tensor, 
 
     Raises PlanNotSupported if cuDNN does not support the problem. Nothing is written then.
     """
-    _check(problem, "forward", **descales._asdict())
+    _check(problem)
     device = out.device
     if problem.is_empty:
         write_empty(problem, out, lse, None)
@@ -70,10 +69,9 @@ def fp8_backward(
     The forward's results may come from any kernel. cuDNN computes the gradients in the dtype of `dout`. The plan runs twice, or
     three times if `dout` is e4m3. Each run learns scales from the maxima of the run before.
 
-    Raises as `fp8_forward` does.
+    Raises PlanNotSupported if cuDNN does not support the problem.
     """
     out, lse, dout, descale_dout = incoming
-    _check(problem, "backward", **descales._asdict(), dout=descale_dout)
     device = out.device
     targets = {Uid.DQ: gradients.dq, Uid.DK: gradients.dk, Uid.DV: gradients.dv}
     if problem.is_empty:
@@ -101,17 +99,10 @@ def fp8_backward(
 def fp8_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = None, gradients: Written | None = None) -> Call:
     """Returns the plan that a launcher needs, from tensors on the meta device. With dout it is the backward's plan.
 
-    Raises as the launchers do, but does not check descales.
+    Raises as the launchers do.
     """
-    _check(problem, "forward" if dout is None else "backward")
-    return unchecked_call(problem, out, lse, dout, gradients)
-
-
-def unchecked_call(
-    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = None, gradients: Written | None = None
-) -> Call:
-    """Returns the plan as `fp8_call` does, without the launchers' checks, so that tests can ask cuDNN about it."""
     if dout is None or gradients is None:
+        _check(problem)
         return forward_call(problem, torch.empty_like(out, dtype=problem.q.dtype), lse)
     targets = {Uid.DQ: gradients.dq, Uid.DK: gradients.dk, Uid.DV: gradients.dv}
     if problem.is_ragged:
@@ -190,33 +181,13 @@ def _numbers_of_weights(x: Problem, descales: Descales) -> dict[int, Tensor]:
     }
 
 
-def _check(x: Problem, direction: str, **descales: Tensor) -> None:
-    """Raises PlanNotSupported if a rule applies, or if cuDNN's kernel may never end."""
-    for name, descale in descales.items():
-        if descale.dtype is not torch.float32:
-            raise TypeError(f"descale_{name} is {descale.dtype}; accepted: torch.float32")
-    call = Fp8Call(
-        direction,
-        head_dim_qk=x.q.shape[-1],
-        head_dim_v=x.v.shape[-1],
-        one_dtype=x.q.dtype == x.k.dtype == x.v.dtype,
-        per_tensor=all(map(_is_one, descales.values())),
-        is_packed=x.is_ragged,
-        one_query=x.longest_q == 1,
-        is_bottom_right=x.bottom_right and (x.window_left is not None or x.window_right is not None),
-        has_bias=x.bias is not None,
-        has_sink=x.has_sink,
-        has_mods=x.mods is not None,
-        has_dropout=x.dropout_p > 0,
-    )
-    error = fp8_error(call)
-    if error is None and direction == "forward" and _may_hang(x):
-        error = (
+def _check(x: Problem) -> None:
+    """Raises PlanNotSupported if cuDNN's forward may never end."""
+    if _may_hang(x):
+        raise PlanNotSupported(
             "the window may leave queries without a key, and cuDNN's FP8 forward may then never end "
             "(https://github.com/NVIDIA/cudnn-frontend/issues/1009); use backend='triton'"
         )
-    if error is not None:
-        raise PlanNotSupported(error)
 
 
 def _may_hang(x: Problem) -> bool:
@@ -225,10 +196,6 @@ def _may_hang(x: Problem) -> bool:
     That happens if a query lies past the last key by more than the window's left side.
     """
     return x.window_left is not None and (x.has_padding or x.longest_q - 1 - x.window_left >= x.longest_kv)
-
-
-def _is_one(t: Tensor) -> bool:
-    return all(n == 1 or step == 0 for n, step in zip(t.shape, t.stride(), strict=True))
 
 
 def _one(t: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ class Fp8Call(NamedTuple):
     direction: str  # "forward" or "backward".
     head_dim_qk: int
     head_dim_v: int
-    one_dtype: bool = True  # whether q, k and v have one dtype.
     per_tensor: bool = True  # whether each tensor has one scale.
     is_packed: bool = False  # whether q, or k and v, are [total, h, d].
     one_query: bool = False
@@ -28,7 +27,6 @@ class Fp8Call(NamedTuple):
     has_mods: bool = False
     has_dropout: bool = False
     wants_max: bool = False
-    is_deterministic: bool = False
 
 
 class Rule(NamedTuple):
@@ -46,11 +44,6 @@ RULES = (
         lambda x: not x.per_tensor,
         "cuDNN supports one scale per FP8 tensor, and this call has scales per head, batch entry or block of rows; quantise with "
         "granularity='tensor', or use backend='triton'",
-    ),
-    Rule(
-        BOTH,
-        lambda x: not x.one_dtype,
-        "q, k and v have different FP8 dtypes, and cuDNN supports one dtype; quantise all three to the same dtype",
     ),
     Rule(
         BOTH,
@@ -100,11 +93,6 @@ RULES = (
     Rule(BOTH, lambda x: x.has_mods, "cuDNN's FP8 graphs do not support score_mod or mask_mod; use backend='triton'"),
     Rule(BOTH, lambda x: x.has_dropout, "dropout in FP8 is untested on cuDNN; use backend='triton'"),
     Rule(("forward",), lambda x: x.wants_max, "cuDNN's FP8 graphs do not return max_logit; use backend='triton'"),
-    Rule(
-        ("backward",),
-        lambda x: x.is_deterministic,
-        "cuDNN's deterministic backward needs memory quadratic in the sequence length; use backend='triton'",
-    ),
 )
 
 

@@ -286,9 +286,7 @@ def _backward_inputs(graph: Graph, x: Sdpa) -> dict[str, object]:
 
 def _score_arguments(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> dict[str, object]:
     """Returns the arguments of everything between q k^T and the weights. They are the same in both directions."""
-    arguments: dict[str, object] = {
-        "attn_scale": _number(graph, Uid.SCALE, torch.float32),
-    }
+    arguments: dict[str, object] = {"attn_scale": _number(graph, Uid.SCALE, torch.float32)}
     if callbacks is not None:
         arguments["score_mod"] = callbacks.score_mod
     else:

@@ -119,9 +119,7 @@ def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSp
     here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     capability = args.capability or here
     spec = ops.spec_to_run(x, settings)._replace(
-        device_type="cpu" if capability is None else "cuda",
-        capability=capability,
-        needs_lse_grad=args.lse_grad,
+        device_type="cpu" if capability is None else "cuda", capability=capability, needs_lse_grad=args.lse_grad
     )
     return x, settings, spec
 

@@ -20,24 +20,9 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.options import snapshot
+from flexattn.distributed import calls as local_calls
 from flexattn.distributed import capture, exchange, peer_memory, slices
-from flexattn.distributed.calls import (
-    Calls,
-    InputGradients,
-    Part,
-    Results,
-    Scores,
-    Seeds,
-    Shared,
-    attend_all,
-    differentiate_all,
-    empty_results,
-    for_heads,
-    make_calls,
-    sum_dtype,
-    tokens_first,
-    whole_gradients,
-)
+from flexattn.distributed.calls import Calls, InputGradients, Part, Results, Scores, Seeds, Shared
 from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import (
     LocalGradients,
@@ -85,7 +70,9 @@ def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device:
     all_calls = [
         call._replace(is_own=is_own)
         for is_own, group in ((False, held_pieces), (True, own_pieces))
-        for call in make_calls(group, plan.is_packed, plan.mask.blocks, wants_diagonal, device, within if is_own else None)
+        for call in local_calls.make_calls(
+            group, plan.is_packed, plan.mask.blocks, wants_diagonal, device, within if is_own else None
+        )
     ]
     calls = Calls.of(all_calls, rows)
     lists = make_send_receive_lists(plan.kv_runs, wanted, held, rank)
@@ -177,14 +164,14 @@ class Gather(NamedTuple):
         """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         fetcher = _SliceFetcher(self, (q, k, v), shared, ends=1)
         if len(fetcher.slices) == 1:
-            results = attend_all(fetcher.calls, fetcher.next(0), fetcher.contexts[0], fetcher.lanes, own=fetcher.own)
+            results = local_calls.attend_all(fetcher.calls, fetcher.next(0), fetcher.contexts[0], fetcher.lanes, own=fetcher.own)
         else:
-            results = empty_results(q, v.shape[-1], self.scores.out_dtype(q))
+            results = local_calls.empty_results(q, v.shape[-1], self.scores.out_dtype(q))
             for i, (q_heads, _) in enumerate(fetcher.slices):
                 heads = slice(*q_heads)
                 fetcher.lanes.is_last = i + 1 == len(fetcher.slices)
                 into = Results(results.out[..., heads, :], results.lse[..., heads, :])
-                attend_all(fetcher.calls, fetcher.next(i), fetcher.contexts[i], fetcher.lanes, into)
+                local_calls.attend_all(fetcher.calls, fetcher.next(i), fetcher.contexts[i], fetcher.lanes, into)
         fetcher.lanes.join()
         return results, (q, k, v, *results)
 
@@ -194,7 +181,7 @@ class Gather(NamedTuple):
         packed, group = self.plan.is_packed, self.plan.group
         fetcher = _SliceFetcher(self, (q, k, v), shared, ends=2)
         lanes, reduce_scatter, is_one = fetcher.lanes, fetcher.work.reduce_scatter, len(fetcher.slices) == 1
-        dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
+        dtype, wide = self.scores.out_dtype(q), local_calls.sum_dtype(q.dtype)
         fp32 = [self.scores.fp32_gradients("dkv" if adds else "none") for adds in fetcher.work.adds]
         place = reduce_scatter.place if is_one else None  # rows of a call's dk and dv that become the results without a copy
         if place is not None and fp32[place.source] != "none" and dtype != wide:
@@ -219,24 +206,26 @@ class Gather(NamedTuple):
             part = fetcher.next(i)
             lanes.is_last = i + 1 == len(fetcher.slices)
             results_and_seeds = Results(out[..., heads, :], lse[..., heads, :]), seeds.for_heads(heads)
-            gradients = differentiate_all(fetcher.calls, part, *results_and_seeds, fetcher.contexts[i], lanes, fp32, fetcher.own)
-            for total, more in zip(shared_sums, whole_gradients(gradients.shared, shared, q_heads), strict=True):
+            gradients = local_calls.differentiate_all(
+                fetcher.calls, part, *results_and_seeds, fetcher.contexts[i], lanes, fp32, fetcher.own
+            )
+            for total, more in zip(shared_sums, local_calls.whole_gradients(gradients.shared, shared, q_heads), strict=True):
                 if total is not None and more is not None:
                     total += more
             shares = gradients.dk, gradients.dv
             if place is not None:
-                totals = tuple(tokens_first(by_call[place.source][place.rows], packed) for by_call in shares)
+                totals = tuple(local_calls.tokens_first(by_call[place.source][place.rows], packed) for by_call in shares)
             if adopted is not None:
-                dq = tokens_first(gradients.dq[adopted], packed)
+                dq = local_calls.tokens_first(gradients.dq[adopted], packed)
             assert dq is not None
             with lanes.back():
-                rooms = tokens_first(part.k, packed), tokens_first(part.v, packed)
+                rooms = local_calls.tokens_first(part.k, packed), local_calls.tokens_first(part.v, packed)
                 pending = exchange.begin_reduce_scatter(shares, rooms, wide, reduce_scatter, group)
             if is_one:
                 lanes.fork()
             with lanes.side() if is_one else lanes.back():  # while gradients are in transit
-                gradients.write_dq(fetcher.calls, tokens_first(dq, packed)[..., heads, :])
-                rows = [tokens_first(t, packed)[..., slice(*kv_heads), :] for t in totals]
+                gradients.write_dq(fetcher.calls, local_calls.tokens_first(dq, packed)[..., heads, :])
+                rows = [local_calls.tokens_first(t, packed)[..., slice(*kv_heads), :] for t in totals]
                 sums = exchange.sum_own(shares, rows, wide, reduce_scatter, place)
             if is_one:
                 lanes.meet()
@@ -270,7 +259,7 @@ class _SliceFetcher:
         self.work, self.calls, self.lists = work, work.calls, work.lists
         self.own = Part(self.q, self.k, self.v) if work.has_own else None  # inputs of calls that need no data of other ranks
         # Kept until the end, because calls on other lanes read them.
-        self.contexts = [whole] if is_one else [for_heads(*whole, q_heads, self.q.device) for q_heads, _ in self.slices]
+        self.contexts = [whole] if is_one else [local_calls.for_heads(*whole, q_heads, self.q.device) for q_heads, _ in self.slices]
         # tensors that all calls write to
         has_sums = call.scores.peaks is not None or shared.has_sums
         pulls = self.is_near and ends == 2  # sums of own gradients overlap with it
@@ -286,7 +275,7 @@ class _SliceFetcher:
     def _begin(self, i: int) -> tuple[tuple[Tensor, ...], exchange.PendingReceive | None]:
         heads = slice(*self.slices[i].kv)
         with self._lane():
-            tensors = [tokens_first(t, self.packed)[..., heads, :] for t in (self.k, self.v)]
+            tensors = [local_calls.tokens_first(t, self.packed)[..., heads, :] for t in (self.k, self.v)]
             return exchange.begin_fetch(tensors, self.lists, self.group, self.is_near)
 
     def next(self, i: int) -> Part:
@@ -298,4 +287,4 @@ class _SliceFetcher:
         with self._lane():
             k, v = exchange.finish_fetch(fetch, self.lists, self.group)
         q = self.q if len(self.slices) == 1 else self.q[..., slice(*self.slices[i].q), :]
-        return Part(q, tokens_first(k, self.packed), tokens_first(v, self.packed))
+        return Part(q, local_calls.tokens_first(k, self.packed), local_calls.tokens_first(v, self.packed))

@@ -31,19 +31,14 @@ def moved_mod(mod: Mod | None, places: int, origin: Origin) -> Mod | None:
     if mod is None:
         return None
     document, q_start, kv_start, _ = origin
-    if document is None:
 
-        def moved(*arguments: Tensor, **named: Tensor) -> Tensor:
-            first, (b, h, i, j), rest = arguments[:places], arguments[places : places + 4], arguments[places + 4 :]
-            return mod(*first, b, h, i + q_start, j + kv_start, *rest, **named)
-
-        return moved
-
-    def moved_document(*arguments: Tensor, **named: Tensor) -> Tensor:
+    def moved(*arguments: Tensor, **named: Tensor) -> Tensor:
         first, (b, h, i, j), rest = arguments[:places], arguments[places : places + 4], arguments[places + 4 :]
+        if document is None:
+            return mod(*first, b, h, i + q_start, j + kv_start, *rest, **named)
         return mod(*first, document[b], h, i + q_start[b], j + kv_start[b], *rest, **named)
 
-    return moved_document
+    return moved
 
 
 def mod_of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None:

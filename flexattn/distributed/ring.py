@@ -14,25 +14,8 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.spec import Fp32Gradients
-from flexattn.distributed.calls import (
-    Call,
-    InputGradients,
-    Part,
-    Results,
-    Scores,
-    Seeds,
-    Shared,
-    add_sink,
-    attend,
-    concatenate_kv,
-    differentiate,
-    empty_results,
-    make_calls,
-    merge_into,
-    rows_of_call,
-    split_kv,
-    sum_dtype,
-)
+from flexattn.distributed import calls as local_calls
+from flexattn.distributed.calls import Call, InputGradients, Part, Results, Scores, Seeds, Shared
 from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import rotate, wait
 from flexattn.distributed.layout import size_of
@@ -50,7 +33,7 @@ def _steps(plan: Plan, wants_diagonal: bool, wants_positions: bool, device: torc
         pieces = plan.pieces(plan.rank, plan.kv_runs[(plan.rank - step) % plan.ranks])
         if not wants_positions:
             pieces = merged(pieces)
-        steps.append(make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device))
+        steps.append(local_calls.make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device))
     return tuple(steps)
 
 
@@ -81,30 +64,30 @@ class Ring(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         plan, dim = self.plan, k.shape[-1]
-        results = empty_results(q, v.shape[-1], sum_dtype(q.dtype))
+        results = local_calls.empty_results(q, v.shape[-1], local_calls.sum_dtype(q.dtype))
         results.out.zero_()
         results.lse.fill_(float("-inf"))
-        kv = concatenate_kv(k, v, plan.is_packed)
+        kv = local_calls.concatenate_kv(k, v, plan.is_packed)
         for step, calls in enumerate(self._steps(shared, q.device)):
             if step + 1 < plan.ranks:
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
             for call in calls:
-                local, _, _ = rows_of_call(call, Part(q, *split_kv(kv, dim, plan.is_packed)))
-                merge_into(results, call, *attend(call, local, self.scores, shared, None, is_partial=True))
+                local, _, _ = local_calls.rows_of_call(call, Part(q, *local_calls.split_kv(kv, dim, plan.is_packed)))
+                local_calls.merge_into(results, call, *local_calls.attend(call, local, self.scores, shared, None, is_partial=True))
             if step + 1 < plan.ranks:
                 wait(works, plan.group)
                 kv = received
         if shared.softmax_offset is not None:
-            results = add_sink(results, shared.softmax_offset)
+            results = local_calls.add_sink(results, shared.softmax_offset)
         results = results._replace(out=results.out.to(self.scores.out_dtype(q)))
         return results, (q, k, v, *results)
 
     def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients:
         """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         q, k, v, out, lse = saved
-        plan, dim, packed, wide = self.plan, k.shape[-1], self.plan.is_packed, sum_dtype(q.dtype)
+        plan, dim, packed, wide = self.plan, k.shape[-1], self.plan.is_packed, local_calls.sum_dtype(q.dtype)
         dq, shared_sums = torch.zeros(q.shape, dtype=wide, device=q.device), shared.zeros()
-        kv = concatenate_kv(k, v, packed)
+        kv = local_calls.concatenate_kv(k, v, packed)
         grad = torch.zeros(kv.shape, dtype=wide, device=kv.device)
         steps = self._steps(shared, q.device)
         fp32: Fp32Gradients = "dqkv" if plan.ranks > 1 or len(steps[0]) > 1 else "none"
@@ -113,14 +96,16 @@ class Ring(NamedTuple):
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
             if step:  # the previous rank's sums arrive while this step's gradients are computed
                 travelling = rotate(grad, self._rows_of_step(step), plan.group)
-            part = Part(q, *split_kv(kv, dim, packed))
+            part = Part(q, *local_calls.split_kv(kv, dim, packed))
             context = self.scores, shared
-            all_gradients = [differentiate(call, part, Results(out, lse), seeds, context, shared_sums, fp32) for call in calls]
+            all_gradients = [
+                local_calls.differentiate(call, part, Results(out, lse), seeds, context, shared_sums, fp32) for call in calls
+            ]
             if step:
                 grad = self._arrived(travelling)
-            dk, dv = split_kv(grad, dim, packed)
+            dk, dv = local_calls.split_kv(grad, dim, packed)
             for call, gradients in zip(calls, all_gradients, strict=True):
-                _, rows, keys = rows_of_call(call, part)
+                _, rows, keys = local_calls.rows_of_call(call, part)
                 dq[rows] += gradients.dq
                 dk[keys] += gradients.dk
                 dv[keys] += gradients.dv
@@ -129,7 +114,7 @@ class Ring(NamedTuple):
                 kv = received
         if plan.ranks > 1:
             grad = self._arrived(rotate(grad, self._rows_of_step(plan.ranks), plan.group))
-        return InputGradients(dq, *split_kv(grad, dim, packed), shared_sums)
+        return InputGradients(dq, *local_calls.split_kv(grad, dim, packed), shared_sums)
 
     def _arrived(self, travelling: tuple[Tensor, Sequence[Work]]) -> Tensor:
         received, works = travelling

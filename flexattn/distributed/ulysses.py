@@ -16,23 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexattn.dispatch.spec import Fp32Gradients
+from flexattn.distributed import calls as local_calls
 from flexattn.distributed import peer_memory
-from flexattn.distributed.calls import (
-    Calls,
-    InputGradients,
-    Part,
-    Results,
-    Scores,
-    Seeds,
-    Shared,
-    attend_all,
-    differentiate_all,
-    for_heads,
-    make_calls,
-    sum_dtype,
-    tokens_first,
-    whole_gradients,
-)
+from flexattn.distributed.calls import Calls, InputGradients, Part, Results, Scores, Seeds, Shared
 from flexattn.distributed.capture import Group, tables
 from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
@@ -261,7 +247,7 @@ def _head_row(x: Tensor) -> int:
 
 @tables(32)
 def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> Calls:
-    calls = make_calls(plan.whole_pieces(), plan.is_packed, plan.mask.blocks, wants_diagonal, device)
+    calls = local_calls.make_calls(plan.whole_pieces(), plan.is_packed, plan.mask.blocks, wants_diagonal, device)
     return Calls.of(calls, plan.length)
 
 
@@ -323,9 +309,9 @@ class Ulysses(NamedTuple):
         plan = self.plan
         whole = self.gathered(q, k, v)
         part, _ = self._part(*whole)
-        context = for_heads(self.scores, shared, self._split.q[plan.rank], q.device)
+        context = local_calls.for_heads(self.scores, shared, self._split.q[plan.rank], q.device)
         if self.between is None:
-            local = attend_all(_calls(plan, shared.alibi_slopes is not None, q.device), part, context, _one_lane(q))
+            local = local_calls.attend_all(_calls(plan, shared.alibi_slopes is not None, q.device), part, context, _one_lane(q))
         else:
             local, _ = Ring(self.between, context[0]).forward(*part, context[1])
         out, lse = self._to_rows(local.out, _lse_as_rows(local.lse))
@@ -340,32 +326,32 @@ class Ulysses(NamedTuple):
         head_seeds = Seeds(dout, None if dlse is None else _rows_as_lse(dlse), dout8)
         part, places = self._part(whole_q, whole_k, whole_v)
         heads, out_dtype = self._split.q[plan.rank], self.scores.out_dtype(whole_q)
-        context = for_heads(self.scores, shared, heads, whole_q.device)
+        context = local_calls.for_heads(self.scores, shared, heads, whole_q.device)
         if self.between is None:
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
             is_shared = sum(run.size for run in self._split.kv) > self.heads_kv or places is not None
             is_sum = is_shared or len(calls.longest_first) > 1
             fp32: list[Fp32Gradients] = ["dkv" if is_sum else "none"] * len(calls.longest_first)
-            gradients = differentiate_all(calls, part, Results(out, lse), head_seeds, context, _one_lane(whole_q), fp32)
+            gradients = local_calls.differentiate_all(calls, part, Results(out, lse), head_seeds, context, _one_lane(whole_q), fp32)
             shared_part = gradients.shared
             if calls.whole is None:
                 dq = torch.empty(whole_q.shape, dtype=out_dtype, device=whole_q.device)
             else:
-                dq = tokens_first(gradients.dq[calls.whole], packed)
-            gradients.write_dq(calls, tokens_first(dq, packed))
-            dtype, keys = sum_dtype(whole_q.dtype) if is_sum else out_dtype, [call.keys for call in calls.longest_first]
+                dq = local_calls.tokens_first(gradients.dq[calls.whole], packed)
+            gradients.write_dq(calls, local_calls.tokens_first(dq, packed))
+            dtype, keys = local_calls.sum_dtype(whole_q.dtype) if is_sum else out_dtype, [call.keys for call in calls.longest_first]
             key_gradients = [
-                _sum_of_calls(parts, tokens_first(x, packed), keys, dtype)
+                _sum_of_calls(parts, local_calls.tokens_first(x, packed), keys, dtype)
                 for x, parts in zip(part[1:], gradients[1:3], strict=True)
             ]
-            key_gradients = [tokens_first(x, packed) for x in key_gradients]
+            key_gradients = [local_calls.tokens_first(x, packed) for x in key_gradients]
         else:
             ring = Ring(self.between, context[0])
             dq, *key_gradients, shared_part = ring.backward((*part, out, lse), head_seeds, context[1])
         if places is not None:
             key_gradients = [_add_heads(x, places, whole_k.shape[-2]) for x in key_gradients]
         dq, dk, dv = self._gradients_to_rows(dq.to(out_dtype), *key_gradients)
-        shared_gradients = whole_gradients(shared_part, shared, heads)
+        shared_gradients = local_calls.whole_gradients(shared_part, shared, heads)
         return InputGradients(dq, dk, dv, shared_gradients)
 
     def _gradients_to_rows(self, dq: Tensor, dk: Tensor, dv: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Largest score of each query, which FlexAttention returns on request: computed in plain torch, because no kernel stores it."""
+"""Largest score of each query, for libraries that return it on request: computed in plain torch, because no kernel stores it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
+from flexattn.dispatch.pages import without_pages
 from flexattn.dispatch.quantization import dequantize
 from flexattn.dispatch.reference import NEG_INF, Differentiable, attend, slice_block, split_sequences
 from flexattn.functional import bind_call
@@ -21,13 +22,14 @@ def row_maxima(query: Tensor, key: Tensor, value: Tensor, **arguments: object) -
     """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         x, settings = bind_call(query, key, value, qkv_format="bhsd", **arguments)
-        spec = ops.spec_to_run(x, settings)
+        spec, x = without_pages(ops.spec_to_run(x, settings), x)
         dtype = torch.promote_types(query.dtype, torch.float32)
         maxima = torch.full(query.shape[:3], NEG_INF, dtype=dtype, device=query.device)
         operands = Differentiable.of(dequantize(spec, x, dtype))
         _, heads, sq = maxima.shape
-        cols, step = range(key.shape[2]), max(1, MOST_AT_ONCE // max(1, heads * key.shape[2]))
+        step = max(1, MOST_AT_ONCE // max(1, heads * key.shape[2]))
         for sequences in split_sequences(spec, x):
+            cols = range(len(sequences.kv))
             for b in sequences.batch:
                 sequence = sequences._replace(batch=range(b, b + 1))
                 for first in range(0, sq, step):

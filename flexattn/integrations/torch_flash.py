@@ -11,7 +11,9 @@ changes nothing, and neither does `register`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from flexattn.dispatch.spec import Operands
 from flexattn.functional import bind_call
 
 NAME = "flexattn"
+_Call = tuple[Operands, ops.Settings]
 
 
 def register() -> None:
@@ -42,8 +45,8 @@ def register() -> None:
 class _Handle:
     """Owner of the operator overrides: they last until it is removed."""
 
-    def __init__(self, library: Any) -> None:
-        self.library: Any = library
+    def __init__(self, library: torch.library.Library | None) -> None:
+        self.library = library
 
     def remove(self) -> None:
         self.library = None
@@ -61,51 +64,44 @@ def _activate(key: str = "CUDA") -> _Handle:
         "_scaled_dot_product_efficient_attention_backward": _masked_backward,
     }.items():
         if hasattr(torch.ops.aten, name):  # torch 2.13 added the operator that writes into an existing tensor
-            library.impl(name, function, key)
+            library.impl(name, _with_names(name, function), key)
     return _Handle(library)
 
 
-class _Packed(NamedTuple):
-    """Packed sequences, under the names of torch's operators; without cum_seq_q the batch is dense."""
+def _with_names(operator: str, function: Callable[[SimpleNamespace], object]) -> Callable[..., object]:
+    """Returns an operator's implementation from a function of its arguments, which have the names of the operator's schema."""
+    schema = getattr(torch.ops.aten, operator).default._schema
+    names = [argument.name for argument in schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
 
-    cum_seq_q: Tensor | None
-    cum_seq_k: Tensor | None
-    max_q: int
-    max_k: int
-    seqused_k: Tensor | None = None
+    def run(*by_position: object, **by_name: object) -> object:
+        return function(SimpleNamespace(**defaults | dict(zip(names, by_position, strict=False)) | by_name))
 
-
-_DENSE = _Packed(None, None, 0, 0)
-
-
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    packed: _Packed = _DENSE,
-    window: tuple[int | None, int | None] = (None, None),
-    **arguments: Any,
-) -> tuple[Operands, ops.Settings]:
-    """Returns the operands and settings of a call. Windows are relative to the bottom-right diagonal, as in FlashAttention."""
-    left, right = (-1 if side is None or side < 0 else side for side in window)
-    arguments |= {"window_size": (left, right)}
-    if packed.cum_seq_q is not None:
-        prefix = "padding_" if arguments["attn_mask_type"] != "no_mask" else "padding"
-        arguments["attn_mask_type"] = prefix + arguments["attn_mask_type"].removeprefix("no_mask")
-        arguments |= {"qkv_format": "thd", "cu_seqlens_q": packed.cum_seq_q, "cu_seqlens_kv": packed.cum_seq_k}
-        arguments |= {"max_seqlen_q": packed.max_q, "max_seqlen_kv": packed.max_k}
-        if packed.seqused_k is not None:  # the first tokens of each slot are keys
-            zero = packed.seqused_k.new_zeros(1)
-            arguments["cu_seqlens_kv"] = torch.cat((zero, packed.seqused_k.cumsum(0, dtype=torch.int32)))
-            arguments["cu_seqlens_kv_padded"] = packed.cum_seq_k
-    return bind_call(q, k, v, **arguments)
+    return run
 
 
-def _run(x: Operands, settings: ops.Settings, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    needs_grad = any(t.requires_grad for t in inputs)
-    out, lse, _ = ops._forward_op(*x, *settings._replace(needs_grad=needs_grad))
+def _call(x: SimpleNamespace, qkv: Sequence[Tensor], causal: str, rng_state: Tensor | None, **others: object) -> _Call:
+    """Returns the operands and settings of an operator's call. causal: the mask type of a causal call."""
+    mask = causal if x.is_causal else "no_mask"
+    scores = {"attn_mask_type": mask, "softmax_scale": x.scale, "dropout_p": x.dropout_p, "rng_state": rng_state}
+    return bind_call(*qkv, **scores, **others)
+
+
+def _run(call: _Call, needs_grad: bool) -> tuple[Tensor, Tensor]:
+    operands, settings = call
+    out, lse, _ = ops._forward_op(*operands, *settings._replace(needs_grad=needs_grad))
     return out, lse
+
+
+def _gradients(call: _Call, dout: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    """Returns the gradients of q, k, v and the bias."""
+    operands, settings = call
+    gradients: Sequence[Tensor] = ops._backward_op(dout, None, out, lse, *operands, *settings._replace(needs_grad=True))
+    return gradients[:4]
+
+
+def _needs_grad(x: SimpleNamespace) -> bool:
+    return bool(x.query.requires_grad or x.key.requires_grad or x.value.requires_grad)
 
 
 def _with_strides_of(result: Tensor, x: Tensor) -> Tensor:
@@ -115,10 +111,10 @@ def _with_strides_of(result: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(result)
 
 
-def _rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
-    if dropout_p == 0.0:
+def _new_rng_state(x: SimpleNamespace) -> Tensor | None:
+    if x.dropout_p == 0.0:
         return None
-    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=x.query.device)
 
 
 def _states(rng_state: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,195 +124,108 @@ def _states(rng_state: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor, Tensor
     return rng_state.view(torch.uint64), torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
 
 
-def _refuse(**unsupported: Any) -> None:
+def _refuse(**unsupported: bool) -> None:
     for name, value in unsupported.items():
         if value:
             raise RuntimeError(f"flexattn as a flash attention implementation has no {name}; restore torch's own for this call")
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,  # keys are never split, as 1 requests; other values would be hints
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (query, key, value)
-    needs_grad = any(t.requires_grad for t in inputs)
-    _refuse(return_debug_mask=return_debug_mask, block_table=block_table is not None)
-    _refuse(alibi_slopes_in_training=needs_grad and alibi_slopes is not None)  # the backward operator does not receive them
-    _refuse(seqused_k_in_training=needs_grad and seqused_k is not None)
-    if cum_seq_q is None:
-        _refuse(seqused_k_of_a_dense_batch=seqused_k is not None)
-    rng_state = _rng_state(dropout_p, query.device)
-    x, settings = _call(
-        *inputs,
-        packed=_Packed(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k),
-        window=(window_size_left, 0 if is_causal else window_size_right),
-        bias_type="no_bias" if alibi_slopes is None else "alibi",
-        alibi_slopes=alibi_slopes,
-        **_flash_arguments("bshd", dropout_p, is_causal, scale, rng_state),
-    )
-    out, lse = _run(x, settings, inputs)
-    return (_with_strides_of(out, query), lse, *_states(rng_state, query))
+# The flash operators: a causal mask and windows are aligned to the bottom-right corner, like FlashAttention's. If lengths differ,
+# torch only dispatches causal calls of `torch.nn.attention.bias.causal_lower_right` to them. num_splits is not read: keys are never
+# split, as 1 requests, and other values would be hints.
 
 
-def _forward_into(out: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    result, lse, *_ = _forward(*arguments, **keywords)
-    out.copy_(result)
+def _flash_call(x: SimpleNamespace, rng_state: Tensor | None, seqused_k: Tensor | None = None, **others: object) -> _Call:
+    """Returns the call for a dense batch, or for packed sequences if there is a cum_seq_q."""
+    sides = (x.window_size_left, 0 if x.is_causal else x.window_size_right)
+    others["window_size"] = tuple(-1 if side is None or side < 0 else side for side in sides)
+    if x.cum_seq_q is not None:
+        others |= {"qkv_format": "thd", "cu_seqlens_q": x.cum_seq_q, "cu_seqlens_kv": x.cum_seq_k}
+        others |= {"max_seqlen_q": x.max_q, "max_seqlen_kv": x.max_k}
+        if seqused_k is not None:  # the first tokens of each slot are keys
+            zero = seqused_k.new_zeros(1)
+            others["cu_seqlens_kv"] = torch.cat((zero, seqused_k.cumsum(0, dtype=torch.int32)))
+            others["cu_seqlens_kv_padded"] = x.cum_seq_k
+    return _call(x, (x.query, x.key, x.value), "causal_bottom_right", rng_state, **others)
+
+
+def _forward(x: SimpleNamespace) -> tuple[Tensor, ...]:
+    needs_grad = _needs_grad(x)
+    _refuse(return_debug_mask=x.return_debug_mask, block_table=getattr(x, "block_table", None) is not None)
+    _refuse(alibi_slopes_in_training=needs_grad and x.alibi_slopes is not None)  # the backward operator does not receive them
+    _refuse(seqused_k_in_training=needs_grad and x.seqused_k is not None)
+    _refuse(seqused_k_of_a_dense_batch=x.cum_seq_q is None and x.seqused_k is not None)
+    rng_state = _new_rng_state(x)
+    out, lse = _run(_flash_call(x, rng_state, x.seqused_k, alibi_slopes=x.alibi_slopes), needs_grad)
+    return _with_strides_of(out, x.query), lse, *_states(rng_state, x.query)
+
+
+def _forward_into(x: SimpleNamespace) -> Tensor:
+    result, lse, *_ = _forward(x)
+    x.out.copy_(result)
     return lse
 
 
-def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:
-    x, settings = _call(
-        query,
-        key,
-        value,
-        packed=_Packed(cum_seq_q, cum_seq_k, max_q, max_k),
-        window=(window_size_left, 0 if is_causal else window_size_right),
-        **_flash_arguments("bshd", dropout_p, is_causal, scale, rng_state.view(torch.int64) if dropout_p else None),
-    )
-    gradients = ops._backward_op(grad_out, None, out, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
-    return tuple(_with_strides_of(g, t) for g, t in zip(gradients, (query, key, value), strict=True))
+def _backward(x: SimpleNamespace) -> tuple[Tensor, ...]:
+    call = _flash_call(x, x.rng_state.view(torch.int64) if x.dropout_p else None)
+    dq, dk, dv, _ = _gradients(call, x.grad_out, x.out, x.logsumexp)
+    return _with_strides_of(dq, x.query), _with_strides_of(dk, x.key), _with_strides_of(dv, x.value)
 
 
-def _format(query: Tensor) -> tuple[str, bool]:
-    """Returns the format that gives out query's memory layout, and whether heads and tokens must be swapped for it."""
-    swapped = query.stride(1) < query.stride(2)
-    return ("bshd" if swapped else "bhsd"), swapped
+# SDPA's flash operators, [b, h, s, d]: the results have the inputs' memory layout.
 
 
-def _sdpa_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    _refuse(return_debug_mask=return_debug_mask)
-    fmt, swapped = _format(query)
-    q, k, v = (t.transpose(1, 2) if swapped else t for t in (query, key, value))
-    rng_state = _rng_state(dropout_p, query.device)
-    x, settings = _call(q, k, v, **_flash_arguments(fmt, dropout_p, is_causal, scale, rng_state))
-    out, lse = _run(x, settings, (query, key, value))
-    out = _with_strides_of(out.transpose(1, 2) if swapped else out, query)
-    return (out, lse, None, None, query.shape[2], key.shape[2], *_states(rng_state, query))
+def _sdpa_call(x: SimpleNamespace, rng_state: Tensor | None) -> tuple[_Call, Callable[[Tensor], Tensor]]:
+    """Returns the call, and a function that turns results and their gradients from the operator's dims to the call's, and back."""
+    has_tokens_first = x.query.stride(1) < x.query.stride(2)
+
+    def turned(t: Tensor) -> Tensor:
+        return t.transpose(1, 2) if has_tokens_first else t
+
+    qkv = turned(x.query), turned(x.key), turned(x.value)
+    return _call(x, qkv, "causal_bottom_right", rng_state, qkv_format="bshd" if has_tokens_first else "bhsd"), turned
 
 
-def _sdpa_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    fmt, swapped = _format(query)
-    tensors = (t.transpose(1, 2) if swapped else t for t in (query, key, value, grad_out, out))
-    q, k, v, dout, result = tensors
-    rng_state = philox_seed.view(torch.int64) if dropout_p else None
-    x, settings = _call(q, k, v, **_flash_arguments(fmt, dropout_p, is_causal, scale, rng_state))
-    gradients = ops._backward_op(dout, None, result, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
-    inputs = (query, key, value)
-    return tuple(_with_strides_of(g.transpose(1, 2) if swapped else g, t) for g, t in zip(gradients, inputs, strict=True))
+def _sdpa_forward(x: SimpleNamespace) -> tuple[Tensor | int | None, ...]:
+    _refuse(return_debug_mask=x.return_debug_mask)
+    rng_state = _new_rng_state(x)
+    call, turned = _sdpa_call(x, rng_state)
+    out, lse = _run(call, _needs_grad(x))
+    lengths = x.query.shape[2], x.key.shape[2]
+    return _with_strides_of(turned(out), x.query), lse, None, None, *lengths, *_states(rng_state, x.query)
 
 
-def _masked_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    rng_state = _rng_state(dropout_p, query.device)
-    x, settings = _call(q, k, v, **_sdpa_arguments("bshd", dropout_p, is_causal, scale, rng_state), **_bias(attn_bias))
-    out, lse, _ = ops._forward_op(*x, *settings._replace(needs_grad=compute_log_sumexp))
-    sq = query.shape[2]
-    length = -(-sq // 32) * 32 if compute_log_sumexp else 0  # torch's kernels pad to 32, which compiled code relies on
+def _sdpa_backward(x: SimpleNamespace) -> tuple[Tensor, ...]:
+    call, turned = _sdpa_call(x, x.philox_seed.view(torch.int64) if x.dropout_p else None)
+    gradients = _gradients(call, turned(x.grad_out), turned(x.out), x.logsumexp)[:3]
+    return tuple(_with_strides_of(turned(g), t) for g, t in zip(gradients, (x.query, x.key, x.value), strict=True))
+
+
+# SDPA's memory-efficient operators, [b, h, s, d] with a bias: a causal mask is aligned to the top-left corner.
+
+
+def _masked_call(x: SimpleNamespace, rng_state: Tensor | None) -> _Call:
+    return _call(x, [t.transpose(1, 2) for t in (x.query, x.key, x.value)], "causal", rng_state, bias=x.attn_bias)
+
+
+def _masked_forward(x: SimpleNamespace) -> tuple[Tensor, ...]:
+    rng_state, sq = _new_rng_state(x), x.query.shape[2]
+    out, lse = _run(_masked_call(x, rng_state), x.compute_log_sumexp)
+    length = -(-sq // 32) * 32 if x.compute_log_sumexp else 0  # torch's kernels pad to 32, which compiled code relies on
     padded = lse.new_zeros(*lse.shape[:2], length)
     padded[..., :sq].copy_(lse[..., :length])
-    seed, offset = torch.zeros(2, dtype=torch.int64, device=query.device) if rng_state is None else rng_state
+    seed, offset = torch.zeros(2, dtype=torch.int64, device=x.query.device) if rng_state is None else rng_state
     return out.transpose(1, 2), padded, seed.clone(), offset.clone()
 
 
-def _masked_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor | None, ...]:
-    q, k, v, dout, result = (t.transpose(1, 2) for t in (query, key, value, grad_out, out))
-    rng_state = torch.stack((philox_seed, philox_offset)) if dropout_p else None
-    x, settings = _call(q, k, v, **_sdpa_arguments("bshd", dropout_p, is_causal, scale, rng_state), **_bias(attn_bias))
-    needs_bias_grad = attn_bias is not None and grad_input_mask[3]
-    settings = settings._replace(needs_grad=True, needs_bias_grad=needs_bias_grad)
-    lse = logsumexp[..., : query.shape[2]].contiguous()
-    dq, dk, dv, dbias, *_ = ops._backward_op(dout, None, result, lse, *x, *settings)
-    return (*(g.contiguous().transpose(1, 2) for g in (dq, dk, dv)), _pad_row_stride(dbias) if needs_bias_grad else None)
-
-
-def _bias(attn_bias: Tensor | None) -> dict[str, Any]:
-    return {} if attn_bias is None else {"bias_type": "post_scale_bias", "bias": attn_bias}
+def _masked_backward(x: SimpleNamespace) -> tuple[Tensor | None, ...]:
+    rng_state = torch.stack((x.philox_seed, x.philox_offset)) if x.dropout_p else None
+    operands, settings = _masked_call(x, rng_state)
+    needs_bias_grad = x.attn_bias is not None and x.grad_input_mask[3]
+    lse = x.logsumexp[..., : x.query.shape[2]].contiguous()
+    call = operands, settings._replace(needs_bias_grad=needs_bias_grad)
+    *gradients, dbias = _gradients(call, x.grad_out_.transpose(1, 2), x.out.transpose(1, 2), lse)
+    return *(g.contiguous().transpose(1, 2) for g in gradients), _pad_row_stride(dbias) if needs_bias_grad else None
 
 
 def _pad_row_stride(dbias: Tensor) -> Tensor:
@@ -325,23 +234,3 @@ def _pad_row_stride(dbias: Tensor) -> Tensor:
     if columns % 16 == 0:
         return dbias
     return dbias.new_empty(*outer, -(-columns // 16) * 16)[..., :columns].copy_(dbias)
-
-
-def _sdpa_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments of `attention`. The memory-efficient operator's causal mask is aligned to the top-left corner."""
-    return {
-        "qkv_format": fmt,
-        "attn_mask_type": "causal" if is_causal else "no_mask",
-        "softmax_scale": scale,
-        "dropout_p": dropout_p,
-        "rng_state": rng_state,
-    }
-
-
-def _flash_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments for the flash operator, whose causal mask is aligned to the bottom-right corner, like FlashAttention's.
-
-    If lengths differ, torch only dispatches causal calls of `torch.nn.attention.bias.causal_lower_right` to it.
-    """
-    arguments = _sdpa_arguments(fmt, dropout_p, is_causal, scale, rng_state)
-    return arguments | {"attn_mask_type": "causal_bottom_right"} if is_causal else arguments

@@ -43,11 +43,11 @@ def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Any = None,
+    attn_bias: object = None,
     p: float = 0.0,
     scale: float | None = None,
     *,
-    op: Any = None,
+    op: object = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns attention as xformers.ops.memory_efficient_attention does.

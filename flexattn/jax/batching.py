@@ -1,7 +1,7 @@
 """vmap of a call: the mapped axis joins the batch of a single call, or if the semantics forbid that, a loop runs.
 
 A loop (`jax.lax.map`) runs if results depend on the whole call or on the batch index: with dropout, max_logit, FP8, caches,
-softmax_offset or captures with gradients, mapped captures or offsets, and mods that read b.
+softmax_offset or captures with gradients, mapped captures or offsets, mods that read b, and an axis of size 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fold_forward(primitive: Primitive) -> Callable[..., Batched]:
     """Returns the batching rule of the forward."""
 
     def rule(arrays: Sequence[jax.Array], dims: Sequence[int | None], *, call: Call) -> Batched:
-        if _needs_loop(call, dims, is_backward=False):
+        if _mapped_size(arrays, dims) == 0 or _needs_loop(call, dims, is_backward=False):
             return loop(primitive, arrays, dims, call)
         n, operands, folded = _fold(call, arrays, dims)
         out, lse, max_logit = primitive.bind(*operands, call=folded)
@@ -42,7 +42,7 @@ def fold_backward(primitive: Primitive) -> Callable[..., Batched]:
     """Returns the batching rule of the backward."""
 
     def rule(arrays: Sequence[jax.Array], dims: Sequence[int | None], *, call: Call) -> Batched:
-        if _needs_loop(call, dims, is_backward=True):
+        if _mapped_size(arrays, dims) == 0 or _needs_loop(call, dims, is_backward=True):
             return loop(primitive, arrays, dims, call)
         count = call.num_operands
         n, operands, folded = _fold(call, arrays[:count], dims[:count], _mapped_size(arrays, dims))
@@ -127,7 +127,11 @@ def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n
         new["alibi_slopes"] = jnp.tile(operands_and_dims["alibi_slopes"][0], (n, 1))
     present = tuple(name for name in TENSORS if name in new or (name in call.present and name not in _LENGTHS))
     operands = [new[name] if name in new else operands_and_dims[name][0] for name in present]
-    operands += arrays[len(call.present) : call.num_operands]
+    for name, x, dim in zip(call.names(), arrays, dims, strict=False):
+        if name == "descales":
+            operands.append(_join_descale(x, dim, n, batch, kv_format))
+        elif name not in TENSORS:
+            operands.append(x)
     return n, operands, call._replace(present=present)
 
 
@@ -142,6 +146,17 @@ def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: i
         starts = (starts[:, :-1] + tokens * jnp.arange(n, dtype=cu.dtype)[:, None]).reshape(-1)
         joined[f"{name}_padded"] = jnp.concatenate([starts, jnp.full(1, n * tokens, cu.dtype)])
     return joined
+
+
+def _join_descale(x: jax.Array, dim: int | None, n: int, batch: int, kv_format: str) -> jax.Array:
+    """Returns the factors of n calls: [b | 1, h | 1, blocks | 1], or one for each token, in k's dims with 1 for the last."""
+    is_by_token = x.ndim - (dim is not None) == 4
+    if dim is None and x.shape[0] == 1 and not is_by_token:
+        return x
+    x = _move_to_front(x, dim, n)
+    if is_by_token:
+        return _join_batch(x, kv_format)
+    return jnp.broadcast_to(x, (n, batch, *x.shape[2:])).reshape(-1, *x.shape[2:])
 
 
 def _join_batch(x: jax.Array, fmt: str) -> jax.Array:

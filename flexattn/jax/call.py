@@ -57,6 +57,11 @@ def meta_tensor(name: str, aval: jax.core.ShapedArray) -> Tensor:
     return torch.empty(tuple(aval.shape), dtype=torch_dtype(name, aval.dtype), device="meta")
 
 
+def cumulative(lengths: jax.Array) -> jax.Array:
+    """Returns 0 and the running sum of lengths, int32 [b + 1]."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+
+
 def shape_of_words(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the int64 shape of an rng_state in words of uint32, JAX's form: [2], or [b, 5 or 6] for a part of a sequence."""
     return (*shape[:-1], shape[-1] // 2)

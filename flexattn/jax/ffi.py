@@ -22,96 +22,42 @@ from torch import Tensor
 Platform = Literal["cpu", "cuda"]
 Run = Callable[[bytes, list[Tensor]], Sequence[Tensor]]
 
-# Names and order are those of the C structs; unused fields are untyped pointers.
-_HEAD: Any = (("struct_size", c.c_size_t), ("extension", c.c_void_p))
+
+def _struct(**fields: object) -> Any:
+    """Returns a C struct. Its fields have the names and order of c_api.h; unused fields are untyped pointers."""
+    return type("Struct", (c.Structure,), {"_fields_": [*fields.items()]})
 
 
-class _Buffers(c.Structure):
-    _fields_ = (*_HEAD, ("size", c.c_int64), ("types", c.c_void_p), ("items", c.POINTER(c.c_void_p)))
-
-
-class _Attributes(c.Structure):
-    _fields_ = (
-        *_HEAD,
-        ("size", c.c_int64),
-        ("types", c.c_void_p),
-        ("names", c.POINTER(c.c_void_p)),
-        ("items", c.POINTER(c.c_void_p)),
-    )
-
-
-class _Frame(c.Structure):
-    _fields_ = (
-        *_HEAD,
-        ("api", c.c_void_p),
-        ("context", c.c_void_p),
-        ("stage", c.c_int),
-        ("operands", _Buffers),
-        ("results", _Buffers),
-        ("attributes", _Attributes),
-        ("future", c.c_void_p),
-    )
-
-
-class _Buffer(c.Structure):
-    _fields_ = (*_HEAD, ("dtype", c.c_int), ("data", c.c_void_p), ("rank", c.c_int64), ("dims", c.POINTER(c.c_int64)))
-
-
-class _Text(c.Structure):
-    _fields_ = (("data", c.c_void_p), ("size", c.c_size_t))
-
-
-class _Version(c.Structure):
-    _fields_ = (*_HEAD, ("major", c.c_int), ("minor", c.c_int))
-
-
-class _Metadata(c.Structure):
-    _fields_ = (("struct_size", c.c_size_t), ("version", _Version), ("traits", c.c_uint32), ("state_type", c.c_int64))
-
-
-class _Extension(c.Structure):
-    _fields_ = (("struct_size", c.c_size_t), ("type", c.c_int), ("next", c.c_void_p))
-
-
-class _MetadataExtension(c.Structure):
-    _fields_ = (("base", _Extension), ("metadata", c.POINTER(_Metadata)))
-
-
-class _Api(c.Structure):
-    _fields_ = (
-        *_HEAD,
-        ("version", _Version),
-        ("internal", c.c_void_p),
-        ("error_create", c.c_void_p),
-        ("error_get", c.c_void_p),
-        ("error_destroy", c.c_void_p),
-        ("register", c.c_void_p),
-        ("stream_get", c.c_void_p),
-        *((name, c.c_void_p) for name in ("type_register", "context_get", "state_set", "state_get", "allocate", "free")),
-        *((name, c.c_void_p) for name in ("schedule", "num_threads", "future_create", "future_set", "future_fail", "run_id")),
-        ("ordinal_get", c.c_void_p),
-    )
-
-
-class _Error(c.Structure):
-    _fields_ = (*_HEAD, ("message", c.c_char_p), ("code", c.c_int))
-
-
-class _ErrorGet(c.Structure):
-    _fields_ = (*_HEAD, ("error", c.c_void_p), ("message", c.c_char_p), ("code", c.c_int))
-
-
-class _ErrorDestroy(c.Structure):
-    _fields_ = (*_HEAD, ("error", c.c_void_p))
-
-
-class _Stream(c.Structure):
-    _fields_ = (*_HEAD, ("context", c.c_void_p), ("value", c.c_void_p))
-
-
-class _Ordinal(c.Structure):
-    _fields_ = (*_HEAD, ("context", c.c_void_p), ("value", c.c_int32))
-
+_SIZE: Any = {"struct_size": c.c_size_t}
+_HEAD: Any = _SIZE | {"extension": c.c_void_p}
+_POINTERS, _CONTEXT = c.POINTER(c.c_void_p), {"context": c.c_void_p}
+_Buffers = _struct(**_HEAD, size=c.c_int64, types=c.c_void_p, items=_POINTERS)
+_Attributes = _struct(**_HEAD, size=c.c_int64, types=c.c_void_p, names=_POINTERS, items=_POINTERS)
+_Frame = _struct(
+    **_HEAD,
+    **{"api": c.c_void_p, **_CONTEXT, "stage": c.c_int},
+    operands=_Buffers,
+    results=_Buffers,
+    attributes=_Attributes,
+    future=c.c_void_p,
+)
+_Buffer = _struct(**_HEAD, dtype=c.c_int, data=c.c_void_p, rank=c.c_int64, dims=c.POINTER(c.c_int64))
+_Text = _struct(data=c.c_void_p, size=c.c_size_t)
+_Version = _struct(**_HEAD, major=c.c_int, minor=c.c_int)
+_Metadata = _struct(**_SIZE, version=_Version, traits=c.c_uint32, state_type=c.c_int64)
+_Extension = _struct(**_SIZE, type=c.c_int, next=c.c_void_p)
+_MetadataExtension = _struct(base=_Extension, metadata=c.POINTER(_Metadata))
+_FUNCTIONS = (
+    *("internal", "error_create", "error_get", "error_destroy", "register", "stream_get", "type_register", "context_get"),
+    *("state_set", "state_get", "allocate", "free", "schedule", "num_threads", "future_create", "future_set", "future_fail"),
+    *("run_id", "ordinal_get"),
+)
+_Api = _struct(**_HEAD, version=_Version, **dict.fromkeys(_FUNCTIONS, c.c_void_p))
+_Error = _struct(**_HEAD, message=c.c_char_p, code=c.c_int)
+_ErrorGet = _struct(**_HEAD, error=c.c_void_p, message=c.c_char_p, code=c.c_int)
+_ErrorDestroy = _struct(**_HEAD, error=c.c_void_p)
+_Stream = _struct(**_HEAD, **_CONTEXT, value=c.c_void_p)
+_Ordinal = _struct(**_HEAD, **_CONTEXT, value=c.c_int32)
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata: XLA queries the API version of a handler
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
-    precision: Any = None,
-    module: Any = None,
+    precision: object = None,
+    module: object = None,
     *,
     is_causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),

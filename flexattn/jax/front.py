@@ -26,7 +26,7 @@ from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
 from flexattn.jax import fp8 as jax_fp8
 from flexattn.jax.block_mask import BlockMask
-from flexattn.jax.call import SCALED, Call, flat, meta_tensor, shape_of_words
+from flexattn.jax.call import SCALED, Call, cumulative, flat, meta_tensor, shape_of_words
 from flexattn.jax.primitives import alike, backward_p, bind, forward_p
 from flexattn.prepare import default_alibi_slopes, prepare
 from flexattn.shorthands import in_full
@@ -151,7 +151,7 @@ class _Kept(NamedTuple):
     run: Callable[[Sequence[Any]], tuple[Any, ...]]
 
     @classmethod
-    def of(cls, given: _Given, arguments: Mapping[str, Any], names: tuple[str, str]) -> _Kept | None:
+    def of(cls, given: _Given, arguments: Mapping[str, object], names: tuple[str, str]) -> _Kept | None:
         """Returns a call to keep; None if one of its arrays is not an argument, such as default slopes or the words of a key."""
         sources = []
         for name, array in zip(given.names, given.arrays, strict=False):
@@ -239,7 +239,7 @@ class _Given(NamedTuple):
         dense = (0, 0) if fmt == "thd" else (int(tensor.shape[fmt.index("b")]), int(tensor.shape[fmt.index("s")]))
         return _Lengths(used, cu, *dense)
 
-    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, Any]) -> dict[int, Any]:
+    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, object]) -> dict[int, Any]:
         """Returns the gradients of a state's histories, by the arrays' indices; amaxes: this call's, by the tensors' names."""
         found = {}
         for name, history in zip(SCALED, _HISTORIES, strict=True):
@@ -289,7 +289,7 @@ class _Given(NamedTuple):
         return x, settings, config, places
 
 
-def _given(given: Mapping[str, Any]) -> _Given:
+def _given(given: Mapping[str, object]) -> _Given:
     """Returns a call's arrays, in a fixed order, apart from its static arguments."""
     unknown = sorted(given.keys() - (DEFAULTS.keys() - {*NOT_TAKEN}) - {"q", "k", "v"})
     if unknown:
@@ -455,7 +455,7 @@ class _Lengths(NamedTuple):
         """Returns the operand, int32 [batch + 1]."""
         slots = jnp.full(self.batch, self.tokens, jnp.int32) if self.slots is None else jnp.diff(arrays[self.slots])
         lengths = slots if self.used is None else jnp.clip(arrays[self.used], 0, slots)
-        return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+        return cumulative(lengths)
 
 
 _Source = _Same | _Lengths

@@ -17,31 +17,20 @@ import torch
 from jax.extend.core import Literal
 from torch import Tensor
 
-from flexattn.jax.call import meta_tensor, torch_dtype
+from flexattn.jax.call import torch_dtype
 
 Mod = Callable[..., Any]
 _SCALARS = {"score_mod": 1, "mask_mod": 0, "score_mod_gradient": 2}  # float32 arguments before the four indices
 _NAMES = ("score", "b", "h", "q_idx", "kv_idx")
-_INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-}
-_CALLS = {
-    **{
-        name: f"torch.{name}"
-        for name in ("neg", "exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "sinh", "cosh")
-    },
-    **{name: f"torch.{name}" for name in ("abs", "sign", "floor", "ceil", "sqrt", "rsqrt", "erf", "erfc", "square", "pow")},
+_INFIX = dict(
+    zip(
+        ["add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"],
+        ["+", "-", "*", "==", "!=", "<", "<=", ">", ">=", "&", "|", "^"],
+        strict=True,
+    )
+)
+_SAME_NAME = "neg exp exp2 log log1p expm1 tanh sin cos tan sinh cosh abs sign floor ceil sqrt rsqrt erf erfc square pow"
+_CALLS = {name: f"torch.{name}" for name in _SAME_NAME.split()} | {
     "max": "torch.maximum",
     "min": "torch.minimum",
     "logistic": "torch.sigmoid",
@@ -56,14 +45,6 @@ _NESTED = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "cu
 _ACCEPTED = (
     "scalar arithmetic of jax.numpy and jax.lax, jnp.where, and reads of captured arrays by one index per dim, such as table[h, i]"
 )
-
-
-class Written(NamedTuple):
-    """A mod as a torch function, its captured JAX arrays, and the tensors that represent them."""
-
-    function: Mod
-    arrays: tuple[jax.Array, ...]
-    tensors: tuple[Tensor, ...]
 
 
 class Traced(NamedTuple):
@@ -179,7 +160,7 @@ class _Writer:
             return f"{value.name}[{text}]" if text else value.name
         return f"torch.full((), {value.text}, dtype={value.dtype})" if value.is_number else value.text
 
-    def run(self, jaxpr: Any, consts: Sequence[jax.Array], arguments: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Any, consts: Sequence[jax.Array], arguments: Sequence[object]) -> list[Any]:
         """Writes a jaxpr's equations and returns its results. arguments: values, or names of the function's own arguments."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         producers = {out: e for e in jaxpr.eqns for out in e.outvars}
@@ -335,8 +316,3 @@ def _unwrapped(producers: Mapping[Any, Any], x: object) -> Any:
     zero = t.invars[1]
     is_wrap = t.invars[0] is plain and w.invars[0] is plain and isinstance(zero, Literal) and zero.val == 0
     return plain if is_wrap else x
-
-
-def stand_ins(arrays: Sequence[jax.Array]) -> dict[int, Tensor]:
-    """Returns meta tensors for captured arrays, by id."""
-    return {id(array): meta_tensor("an array that a mod captures", array) for array in arrays}

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flexattn.jax.call import cumulative
 from flexattn.jax.front import attention
 
 
@@ -102,7 +103,7 @@ def _cumulative(name: str, lengths: jax.Array, batch: int, longest: int) -> jax.
     lengths = jnp.full(batch, longest, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     if lengths.shape != (batch,):
         raise ValueError(f"{name} has shape {lengths.shape}; accepted: {(batch,)}, one length for each sequence")
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+    return cumulative(lengths)
 
 
 def reads_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Any:

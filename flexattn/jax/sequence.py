@@ -14,7 +14,7 @@ import torch
 from flexattn import validation
 from flexattn.dispatch.spec import Window, as_index, make_band
 from flexattn.jax import front
-from flexattn.jax.call import meta_tensor
+from flexattn.jax.call import cumulative, meta_tensor
 from flexattn.lengths import check_length_tensor
 from flexattn.shorthands import bias_type_of
 
@@ -251,7 +251,7 @@ class _AxisCall(NamedTuple):
             if left is not None and right is not None:
                 most = min(most, left + count + right + 7)
         end = jnp.where(stop > first, end, begin)
-        arguments = {"cu_seqlens_q": _cumulative(stop - first), "cu_seqlens_kv": _cumulative(end - begin)}
+        arguments = {"cu_seqlens_q": cumulative(stop - first), "cu_seqlens_kv": cumulative(end - begin)}
         arguments["attn_mask_type"] = "padding_causal_bottom_right" if self.is_causal else "padding"
         if self.is_causal:
             arguments["window_size"] = self.window
@@ -261,10 +261,6 @@ class _AxisCall(NamedTuple):
             if is_padded:
                 arguments["cu_seqlens_q_padded"] = jnp.append(jnp.clip(starts - start, 0, count), count).astype(jnp.int32)
         return _Origin(first, begin), arguments
-
-
-def _cumulative(lengths: jax.Array) -> jax.Array:
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
 
 
 class _Origin(NamedTuple):

@@ -14,7 +14,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -138,8 +138,8 @@ def _fill(x: object, fills: Mapping[str, Fill]) -> Fill:
 # Ops that do not turn a usual score into a masking one: their results grow no faster than their operands.
 _STEADY = frozenset(
     (
-        *("add", "sub", "mul", "div", "neg", "abs", "clamp", "maximum", "minimum", "relu", "floor", "ceil", "round", "trunc"),
-        *("tanh", "sigmoid", "erf", "sin", "cos", "_to_copy", "full"),
+        *("add", "sub", "mul", "div", "neg", "abs", "clamp", "maximum", "minimum", "relu", "floor", "ceil", "round"),
+        *("trunc", "tanh", "sigmoid", "erf", "sin", "cos", "_to_copy", "full"),
     )
 )
 
@@ -206,23 +206,20 @@ def _is_zero(x: object) -> bool:
 def conjunction(a: Graph, b: Graph) -> Graph:
     """Returns the mask that shows the keys that both masks show; captures keep their names."""
     graph = Graph()
-    inputs: dict[str, Node] = {}
-    results = []
-    for part in (a, b):
-        copies: dict[Node, Node] = {}
-        for node in part.nodes:
-            if node.op == "placeholder":
-                if node.target not in inputs:
-                    inputs[node.target] = graph.placeholder(node.target)
-                    inputs[node.target].meta["dtype"] = node.meta["dtype"]
-                copies[node] = inputs[node.target]
-            elif node.op == "call_function":
-                copies[node] = graph.node_copy(node, lambda n, copies=copies: copies[n])  # type: ignore[misc]
-                copies[node].meta["dtype"] = node.meta["dtype"]
-            else:
-                results.append(copies[node.args[0]])
-    graph.output(call(graph, "bitwise_and", tuple(results), torch.bool))
-    return _placeholders_first(graph)
+    inputs: dict[object, Node] = {}
+    copies: dict[Node, Node] = {}
+    nodes = [*a.nodes, *b.nodes]
+    for node in nodes:
+        if node.op == "placeholder":
+            if node.target not in inputs:
+                inputs[node.target] = graph.placeholder(str(node.target))
+                inputs[node.target].meta["dtype"] = node.meta["dtype"]
+            copies[node] = inputs[node.target]
+    for node in nodes:
+        if node.op == "call_function":
+            copy_into(graph, node, copies)
+    graph.output(call(graph, "bitwise_and", (copies[output_of(a)], copies[output_of(b)]), torch.bool))
+    return graph
 
 
 def is_identity(graph: Graph, argument: str = "score") -> bool:
@@ -442,7 +439,13 @@ def output_of(graph: Graph) -> Node:
     return result
 
 
-def with_output(graph: Graph, result: Any) -> Graph:
+def copy_into(graph: Graph, node: Node, copies: dict[Node, Node]) -> None:
+    """Copies a node, and notes the copy. The nodes that it reads are copied already."""
+    copies[node] = graph.node_copy(node, copies.__getitem__)
+    copies[node].meta["dtype"] = node.meta["dtype"]
+
+
+def with_output(graph: Graph, result: Node) -> Graph:
     """Returns a copy of the graph that returns `result`, without the nodes and captures that `result` does not need."""
     new = Graph()
     copies: dict[Node, Node] = {}
@@ -450,22 +453,9 @@ def with_output(graph: Graph, result: Any) -> Graph:
         if node.op == "output":
             new.output(copies[result])
             continue
-        copies[node] = new.node_copy(node, lambda n: copies[n])
-        copies[node].meta["dtype"] = node.meta["dtype"]
+        copy_into(new, node, copies)
     new.eliminate_dead_code()
     for node in list(new.nodes):
         if node.op == "placeholder" and not node.users and node.target not in (*ARGUMENTS, GRADIENT):
             new.erase_node(node)
-    return new
-
-
-def _placeholders_first(graph: Graph) -> Graph:
-    new = Graph()
-    copies: dict[Node, Node] = {}
-    for node in sorted(graph.nodes, key=lambda n: n.op != "placeholder"):
-        if node.op == "output":
-            new.output(copies[node.args[0]])
-            continue
-        copies[node] = new.node_copy(node, lambda n: copies[n])
-        copies[node].meta["dtype"] = node.meta["dtype"]
     return new

@@ -111,7 +111,7 @@ class _Walk:
         members = [(name, self.entry(vars(Tensor), name)) for name in sorted(self.names)]
         return (key, *[(n, self.visit(n, x, False)[0]) for n, x in members if x is not ABSENT and not is_pure(x)]), new
 
-    def entry(self, mapping: Mapping[str, Any], name: str) -> Any:
+    def entry(self, mapping: Mapping[str, object], name: str) -> Any:
         """Returns mapping[name], or ABSENT."""
         value = mapping.get(name, ABSENT)
         self.entries.append((mapping.get, name, value))
@@ -325,7 +325,7 @@ def _digest(items: list[Any], is_lifted: bool = False) -> Hashable | None:
 # The functions below return the objects that a walk reads of a value. `_are_same` reads them again before a later call.
 
 
-def _read(get: Callable[[Any], Sequence[Any]], owner: object) -> _Read:
+def _read(get: Callable[[Any], Sequence[object]], owner: object) -> _Read:
     return get, owner, get(owner)
 
 
@@ -364,7 +364,7 @@ def _is_of_c(kind: type) -> bool:
     return not kind.__flags__ & 1 << 9 or any(type(member) in _OF_C for member in vars(kind).values())
 
 
-def _copy(value: object, kind: type, attributes: Mapping[str, Any]) -> object:
+def _copy(value: object, kind: type, attributes: Mapping[str, object]) -> object:
     copy: object = object.__new__(kind)
     object.__getattribute__(copy, "__dict__").update(vars(value), **attributes)
     return copy
@@ -373,8 +373,8 @@ def _copy(value: object, kind: type, attributes: Mapping[str, Any]) -> object:
 def _reporting_class(kind: type, special: set[str], reports: list[type]) -> type:
     """Returns a subclass whose special methods add their class to `reports`, and then call those of the class."""
 
-    def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
-        def report(*args: Any, **kwargs: Any) -> Any:
+    def reporting(method: Callable[..., object]) -> Callable[..., Any]:
+        def report(*args: object, **kwargs: object) -> Any:
             reports.append(kind)
             return method(*args, **kwargs)
 
@@ -389,7 +389,7 @@ def _reporting_class(kind: type, special: set[str], reports: list[type]) -> type
 class _Memo:
     """Captures of a function, and the places that were read. Nothing in it leads back to the function, which would not die then."""
 
-    def __init__(self, function: Any, walk: _Walk, captures: Captures) -> None:
+    def __init__(self, function: object, walk: _Walk, captures: Captures) -> None:
         self.function = weakref.ref(function)  # functools.wraps copies attributes
         self.captures, self.cells, self.entries, self.reads = captures, walk.cells, walk.entries, walk.reads
         self.functions = [(None if f is function else f, *parts) for f, *parts in walk.functions]
@@ -401,7 +401,7 @@ class _Memo:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the function has none
 
-    def holds(self, function: Any, tensors_too: bool) -> bool:
+    def holds(self, function: object, tensors_too: bool) -> bool:
         """Returns whether each place that was read still has the object that was there."""
         if self.function() is not function or _has_grad() is not self.has_grad or _num_reports != self.num_reports:
             return False
@@ -430,7 +430,7 @@ class _Memo:
         return not self.reads or _are_same(self.reads)
 
 
-def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) -> Captures:
+def find_captures(function: object, lift: bool = True, tensors_too: bool = True) -> Captures:
     """Returns the captures of `function`; without `lift`, floats are part of the key too.
 
     Without `tensors_too`, the key may have the dtype, dims and requires_grad that a tensor had before it was changed in place: for
@@ -470,7 +470,7 @@ def _walked(function: object, lift: bool, numbers: Sequence[object] | None = Non
     return walk, key, new
 
 
-def _function_of(mod: Any) -> Any:
+def _function_of(mod: object) -> Any:
     """Returns the function that a call of an object calls."""
     if isinstance(mod, torch.nn.Module):
         state = {**vars(torch.nn.modules.module), **vars(mod)}

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, evaluate, new_graph, op_name
 from flexattn.dispatch.neutral import neutral_state
+from flexattn.mods.bands import copy_into
 from flexattn.mods.graph import as_dtype, cancel_factors, converted
 from flexattn.mods.tracer import Recorder, fake_mode
 
@@ -54,8 +55,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
         if node.op == "placeholder":
             copies[node] = inputs[node.target]
         elif node.op == "call_function":
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-            copies[node].meta["dtype"] = node.meta["dtype"]
+            copy_into(graph, node, copies)
     stand_for = [inputs[GRADIENT], *(inputs[node.target] for node in placeholders), *(inputs[name] for name in numbers)]
     stand_for += [copies[node] for node in reads]
     values: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), stand_for, strict=True))

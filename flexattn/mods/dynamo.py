@@ -115,7 +115,7 @@ class _Recording:
             for name in ARGUMENTS_OF[role]
         ]
 
-    def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def append(self, function: Any, args: Sequence[object], kwargs: Mapping[str, Any]) -> Any:
         """Records an operation on values of the recording, and returns the stand-in of its result.
 
         A stand-in has the dtype and shape of its result, so that a mod which reads them takes the same branch as without
@@ -164,7 +164,7 @@ class _Recording:
             return len(self.tensors) - 1
         return position
 
-    def on_meta(self, x: Any) -> Any:
+    def on_meta(self, x: object) -> Any:
         """Returns x with meta tensors for tensors. Those of captured tensors have the dtypes in which a program reads them."""
         if isinstance(x, Tensor):
             dtype = x.dtype if _position(self.values, x) >= 0 else read_dtype(x.dtype)
@@ -203,7 +203,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.recording = recording
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.recording.is_on(args) or self.recording.is_on(tuple(kwargs.values())):
             return self.recording.append(func, args, kwargs)
@@ -265,17 +265,17 @@ def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -
     return torch.zeros(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
-def _replayed(nodes: Any, output: Any, tensors: tuple[Tensor, ...]) -> Mod:
+def _replayed(nodes: Any, output: object, tensors: tuple[Tensor, ...]) -> Mod:
     """Returns a function that replays a recording held in its closure, so that `trace_mods` can trace it."""
     steps = tuple((operator.getitem if _is_read(function) else function, *arguments) for function, *arguments in nodes)
 
-    def mod(*scalars: Any) -> Any:
+    def mod(*scalars: object) -> Any:
         return _replay(steps, output, scalars, tensors)
 
     return mod
 
 
-def _replay(steps: Any, output: Any, scalars: Any, tensors: Any) -> Any:
+def _replay(steps: Any, output: object, scalars: Any, tensors: Any) -> Any:
     values = list(scalars)
 
     def read(written: Any) -> Any:

@@ -85,7 +85,7 @@ def normalised(role: str, traced: Graph, arguments: Sequence[str], captures: Seq
     return graph
 
 
-def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -> Any:
+def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, object]) -> Any:
     name = node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else str(node.target)
     args = tree_map(lambda x: values[x] if isinstance(x, Node) else x, tuple(node.args))
     kwargs = {key: values[x] if isinstance(x, Node) else x for key, x in node.kwargs.items()}
@@ -142,7 +142,7 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -
     return call(graph, name, tuple(args), dtype, **kwargs)
 
 
-def _is_truth(x: Any) -> bool:
+def _is_truth(x: object) -> bool:
     return isinstance(x, Node) and x.meta["dtype"] is torch.bool
 
 
@@ -181,7 +181,7 @@ def _is_product(node: Node) -> bool:
     return op_name(node) in ("mul", "div")
 
 
-def _factors(root: Node, x: Any, above: list[Any], below: list[Any]) -> None:
+def _factors(root: Node, x: object, above: list[Any], below: list[Any]) -> None:
     """Appends the factors and divisors of a product, and of inner products if nothing else uses them."""
     if isinstance(x, Node) and _is_product(x) and (x is root or len(x.users) == 1):
         left, right = x.args
@@ -191,7 +191,7 @@ def _factors(root: Node, x: Any, above: list[Any], below: list[Any]) -> None:
         above.append(x)
 
 
-def _is_same(x: Any, y: Any) -> bool:
+def _is_same(x: object, y: object) -> bool:
     return x is y if isinstance(x, Node) or isinstance(y, Node) else x == y != 0
 
 
@@ -205,7 +205,7 @@ def _varying(graph: Graph) -> set[Node]:
     return varying
 
 
-def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, object]) -> Any:
     """Returns a captured tensor that is not fully indexed yet after one more op."""
     view: _View = args[0]
     fake = cast(Node, node.args[0]).meta["val"]
@@ -274,10 +274,10 @@ def _in_slice(graph: Graph, index: Any, shown: _Free) -> Any:
             raise IndexError(f"an index within the slice of {length} entries instead of {index}")
         return shown.start + index % length * shown.step
 
-    def integer(op: str, *args: Any) -> Node:
+    def integer(op: str, *args: object) -> Node:
         return call(graph, op, args, torch.int64)
 
-    def holds(op: str, *args: Any) -> Node:
+    def holds(op: str, *args: object) -> Node:
         return call(graph, op, args, torch.bool)
 
     index = integer("where", holds("lt", index, 0), integer("add", index, length), index)
@@ -293,7 +293,7 @@ def _settled(graph: Graph, view: _View) -> Any:
     return call(graph, "index", (view.capture, list(view.at)), view.capture.meta["dtype"])
 
 
-def _constant(graph: Graph, value: Any, dtype: torch.dtype) -> Any:
+def _constant(graph: Graph, value: object, dtype: torch.dtype) -> Any:
     if isinstance(value, Node):
         return as_dtype(graph, value, dtype)
     return call(graph, "full", ([], _python(value, dtype)), dtype)
@@ -303,11 +303,11 @@ def _python(value: Any, dtype: torch.dtype) -> Any:
     return bool(value) if dtype is torch.bool else (float(value) if dtype.is_floating_point else int(value))
 
 
-def _node(graph: Graph, value: Any, dtype: torch.dtype) -> Node:
+def _node(graph: Graph, value: object, dtype: torch.dtype) -> Node:
     return value if isinstance(value, Node) else call(graph, "full", ([], _python(value, dtype)), dtype)
 
 
-def as_dtype(graph: Graph, value: Any, dtype: torch.dtype) -> Node:
+def as_dtype(graph: Graph, value: object, dtype: torch.dtype) -> Node:
     node = _node(graph, value, dtype)
     return node if node.meta["dtype"] == dtype else call(graph, "_to_copy", (node,), dtype)
 

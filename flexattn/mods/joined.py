@@ -11,19 +11,8 @@ import torch
 from torch.fx import Graph, Node
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, Program, decode_graph, make_program, op_name
-from flexattn.mods.bands import (
-    Fact,
-    Fill,
-    Masks,
-    conjunction,
-    implied_band,
-    is_identity,
-    is_linear,
-    is_near_its_score,
-    shows_itself,
-    split_blocked,
-    split_hidden,
-)
+from flexattn.mods import bands
+from flexattn.mods.bands import Fact, Fill, Masks, copy_into
 from flexattn.mods.derivative import derive
 from flexattn.mods.same import is_same, is_same_gradient, softcap_of
 
@@ -89,7 +78,7 @@ def join(
         tensors = frozenset(capture.name for capture in captures if not capture.is_number)
         mods = _without_identity(_unmasked(mods, _Known(masks, fills, tensors, same)))
         if mods.mask is not None:
-            left, right, rest = implied_band(mods.mask)
+            left, right, rest = bands.implied_band(mods.mask)
             mods = mods._replace(mask=rest)
     score = mods.score
     if score is not None:
@@ -127,38 +116,42 @@ def _unmasked(mods: _Mods, known: _Known) -> _Mods:
     score, mask, gradient, _ = mods
     if score is None:
         return mods
-    split = split_hidden(score, known.fills)
+    split = bands.split_hidden(score, known.fills)
     if split.visible is None:
         return mods
     if gradient is not None:
         # A hidden score has no weight, so its gradient is 0, and stays 0 if the explicit gradient is linear.
-        blocked = split_blocked(gradient, known.fills)
+        blocked = bands.split_blocked(gradient, known.fills)
         if blocked.visible is not None and _is_same_mask(split.visible, blocked.visible, known.same):
             gradient = blocked.graph
-        elif not is_linear(gradient):
+        elif not bands.is_linear(gradient):
             return mods
     if split.is_finite:
-        band = implied_band(split.visible)
+        band = bands.implied_band(split.visible)
         fits = known.masks is Masks.ALL or (known.masks is Masks.OPEN_LEFT and band.left is None)
         if band.rest is not None:
-            fits = known.masks is Masks.ALL and shows_itself(band.rest)
+            fits = known.masks is Masks.ALL and bands.shows_itself(band.rest)
         if not fits or mask is not None:
             return mods
-        if not is_near_its_score(split.graph, known.fills, known.tensors):
+        if not bands.is_near_its_score(split.graph, known.fills, known.tensors):
             return mods
-    return _Mods(split.graph, split.visible if mask is None else conjunction(split.visible, mask), gradient, split.is_finite)
+    return _Mods(split.graph, split.visible if mask is None else bands.conjunction(split.visible, mask), gradient, split.is_finite)
 
 
 def _is_same_mask(a: Graph, b: Graph, names: Mapping[str, str]) -> bool:
     """Returns whether two masks show the same keys. names: the name in `a` for each capture of `b`."""
-    band_a, band_b = implied_band(a), implied_band(b)
+    band_a, band_b = bands.implied_band(a), bands.implied_band(b)
     if band_a[:2] != band_b[:2] or (band_a.rest is None) is not (band_b.rest is None):
         return False
     return band_a.rest is None or is_same(band_a.rest, cast(Graph, band_b.rest), names)
 
 
 def _without_identity(mods: _Mods) -> _Mods:
-    if mods.score is None or not is_identity(mods.score) or not (mods.gradient is None or is_identity(mods.gradient, GRADIENT)):
+    if (
+        mods.score is None
+        or not bands.is_identity(mods.score)
+        or not (mods.gradient is None or bands.is_identity(mods.gradient, GRADIENT))
+    ):
         return mods
     return mods._replace(score=None, gradient=None)
 
@@ -175,17 +168,16 @@ def _listed(gradient: Graph) -> Graph:
 
 
 def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """Returns a copy with other names of inputs."""
     new = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = new.placeholder(names.get(node.target, node.target))
-        elif node.op == "call_function":
-            copies[node] = new.node_copy(node, lambda n: copies[n])
+        if node.op == "output":
+            new.output(torch.fx.node.map_arg(node.args[0], copies.__getitem__))
         else:
-            new.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
-            continue
-        copies[node].meta["dtype"] = node.meta["dtype"]
+            copy_into(new, node, copies)
+            if node.op == "placeholder":
+                copies[node].target = names.get(node.target, node.target)
     return new
 
 

@@ -102,10 +102,8 @@ def tree(parents: Tensor, starts: Tensor, ends: Tensor, tokens: int) -> Mod:
     if not is_traced() and (parents.device.type == "cpu" or (options.check_values() and not is_capturing())):
         _check_tree(parents.tolist(), starts.tolist(), ends.tolist(), tokens)
     parents, starts, ends = (x.long() for x in (parents, starts, ends))
-    last, ancestors = (
-        ends,
-        parents,
-    )  # of each segment: the end of its descendants less than 2**round below it, and the one 2**round up
+    # In each round, `last` is the end of the descendants fewer than 2**round levels below, `ancestors` the one 2**round above
+    last, ancestors = ends, parents
     for _ in range((len(parents) - 1).bit_length()):
         has_ancestor = ancestors >= 0
         target = ancestors.clamp(min=0)
@@ -221,64 +219,66 @@ def _check_all(checks: list[Any], *sizes: Any) -> None:
 # The mods themselves: functions of the module, not closures, so that an object that holds one can be pickled.
 
 
-def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx
 
 
-def _sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any, left: int, right: int) -> Any:
+def _sliding_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, left: int, right: int) -> Tensor:
     return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
 
-def _dilated_sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any, window: int, dilation: int) -> Any:
+def _dilated_sliding_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, window: int, dilation: int) -> Tensor:
     distance = (q_idx - kv_idx).abs()
     return (distance <= window * dilation) & (distance % dilation == 0)
 
 
-def _document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_ids: Tensor) -> Any:
+def _document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, document_ids: Tensor) -> Tensor:
     return document_ids[q_idx] == document_ids[kv_idx]
 
 
-def _document_of_batch(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_ids: Tensor) -> Any:
+def _document_of_batch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, document_ids: Tensor) -> Tensor:
     return document_ids[b, q_idx] == document_ids[b, kv_idx]
 
 
-def _prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any, prefix_lengths: Tensor) -> Any:
+def _prefix_lm(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, prefix_lengths: Tensor) -> Tensor:
     return (q_idx >= kv_idx) | (kv_idx < prefix_lengths[b])
 
 
-def _tree(b: Any, h: Any, q_idx: Any, kv_idx: Any, last_query: Tensor) -> Any:
+def _tree(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, last_query: Tensor) -> Tensor:
     return (kv_idx <= q_idx) & (q_idx < last_query[kv_idx])
 
 
-def _natten_2d(b: Any, h: Any, q_idx: Any, kv_idx: Any, height: int, width: int, half: int) -> Any:
+def _natten_2d(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, height: int, width: int, half: int) -> Tensor:
     center_y = (q_idx // width).clamp(half, height - 1 - half)
     center_x = (q_idx % width).clamp(half, width - 1 - half)
     return ((kv_idx // width - center_y).abs() <= half) & ((kv_idx % width - center_x).abs() <= half)
 
 
-def _both(b: Any, h: Any, q_idx: Any, kv_idx: Any, mask_mods: tuple[Mod, ...]) -> Any:
-    visible = mask_mods[0](b, h, q_idx, kv_idx)
+def _both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, mask_mods: tuple[Mod, ...]) -> Tensor:
+    visible: Tensor = mask_mods[0](b, h, q_idx, kv_idx)
     for mask_mod in mask_mods[1:]:
         visible = visible & mask_mod(b, h, q_idx, kv_idx)
     return visible
 
 
-def _either(b: Any, h: Any, q_idx: Any, kv_idx: Any, mask_mods: tuple[Mod, ...]) -> Any:
-    visible = mask_mods[0](b, h, q_idx, kv_idx)
+def _either(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, mask_mods: tuple[Mod, ...]) -> Tensor:
+    visible: Tensor = mask_mods[0](b, h, q_idx, kv_idx)
     for mask_mod in mask_mods[1:]:
         visible = visible | mask_mod(b, h, q_idx, kv_idx)
     return visible
 
 
-def _softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, cap: Any) -> Any:
+def _softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, cap: float | Tensor) -> Tensor:
     return cap * torch.tanh(score / cap)
 
 
-def _alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Tensor) -> Any:
+def _alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor) -> Tensor:
     return score - slopes[h] * (q_idx - kv_idx).abs()
 
 
-def _relative_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Tensor, bucket_of: Tensor, max_distance: int) -> Any:
+def _relative_bias(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, table: Tensor, bucket_of: Tensor, max_distance: int
+) -> Tensor:
     distance = (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance
     return score + table[bucket_of[distance], h]
 

@@ -28,8 +28,8 @@ def is_same_gradient(explicit: Graph, derived: Graph, names: Mapping[str, str]) 
 
     names: the name in `derived` for each capture of `explicit`.
     """
-    result: object = next(node.args[0] for node in derived.nodes if node.op == "output")[0]
-    if result is None:
+    result = next(node.args[0] for node in derived.nodes if node.op == "output")[0]
+    if not isinstance(result, Node):
         return False
     plain = with_output(explicit, output_of(explicit))
     cancel_factors(plain)

@@ -284,7 +284,7 @@ def _sizes(captures: Captures, positions: Sequence[int]) -> tuple[tuple[int, ...
     return tuple(tuple(int(size) for size in sizes_of(captures.tensors[i][1])) for i in positions)
 
 
-def _keep(cache: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
+def _keep(cache: OrderedDict[Any, Any], key: Hashable, value: object) -> None:
     cache[key] = value
     cache.move_to_end(key)
     while len(cache) > _CACHE_SIZE:

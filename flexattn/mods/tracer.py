@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph.eliminate_dead_code()
         return self.graph
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace(
-    role: str, mod: Callable[..., Any], found: Captures, shapes: Sequence[Sequence[int]] | None = None
+    role: str, mod: Callable[..., object], found: Captures, shapes: Sequence[Sequence[int]] | None = None
 ) -> tuple[Trace, Captures]:
     """Returns the mod's graph, and `found` plus the tensors that only the run showed. shapes: replace the shapes of the tensors.
 
@@ -314,7 +314,7 @@ class _Watch(TorchFunctionMode):
                 self.position[id(new)] = self.num_tensors
             self.num_tensors += 1
 
-    def known(self, x: Any) -> Any:
+    def known(self, x: object) -> Any:
         """Returns the stand-in of a tensor that does not belong to the trace."""
         if not isinstance(x, Tensor) or (type(x) is FakeTensor and x.fake_mode is self.fakes):
             return x
@@ -330,7 +330,7 @@ class _Watch(TorchFunctionMode):
         """Returns ' at file:line: text' for the current line of the mod."""
         return "" if self.line is None else place_of(self.line)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.line = _user_line() or self.line
         name = getattr(func, "__name__", "")

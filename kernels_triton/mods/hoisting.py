@@ -19,12 +19,12 @@ DISTANCE = "distance:"  # q_idx - kv_idx, as the input of a tabulated value
 VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
 _POSITIONS = {"q_idx", "kv_idx"}
 # A table entry costs a score one load; these operations cost as much or more.
-# fmt: off
-_EXPENSIVE = frozenset((
-    "index", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "sinh", "cosh", "tanh", "erf",
-    "erfc", "sigmoid",
-))
-# fmt: on
+_EXPENSIVE = frozenset(
+    (
+        *("index", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "sinh"),
+        *("cosh", "tanh", "erf", "erfc", "sigmoid"),
+    )
+)
 
 
 class Hoisted(NamedTuple):

@@ -110,7 +110,7 @@ class _Lowering:
         ends = [end for node in reads for end in self._ends(self.values[node])]
         return [*self.lines, f"return ({', '.join(ends)},)"]
 
-    def _ends(self, value: Any) -> tuple[str, str]:
+    def _ends(self, value: object) -> tuple[str, str]:
         """Returns the ends of an interval, or of a condition as a number."""
         if isinstance(value, _Condition):
             return f"({value.surely}).to(tl.int64)", f"({value.possibly}).to(tl.int64)"
@@ -125,20 +125,20 @@ class _Lowering:
             return _Interval(f"{prefix}low", f"{prefix}high", False)
         return self.captures.get(name)
 
-    def _operand(self, x: Any) -> Any:
+    def _operand(self, x: object) -> Any:
         if isinstance(x, Node):
             return self.values[x]
         if isinstance(x, bool):
             return _Condition("yes" if x else "no", "yes" if x else "no", not x, x)
         return _Interval(str(x), str(x), True) if isinstance(x, int) and abs(x) <= 2**40 else None
 
-    def _integer(self, x: Any) -> _Interval | None:
+    def _integer(self, x: object) -> _Interval | None:
         value = self._operand(x)
         if isinstance(value, _Condition):
             return _Interval(f"({value.surely}).to(tl.int64)", f"({value.possibly}).to(tl.int64)", False)
         return value if isinstance(value, _Interval) else None
 
-    def _condition(self, x: Any) -> _Condition:
+    def _condition(self, x: object) -> _Condition:
         value = self._operand(x)
         if isinstance(value, _Interval):  # for example an integer operand of logical_and
             surely, possibly = self._pair("interval_math.equal", value.low, value.high, "0", "0")

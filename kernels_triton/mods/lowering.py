@@ -209,7 +209,7 @@ def compile_source(name: str, source: str) -> Any:
     return function
 
 
-def _forget_source(file: str, entry: Any) -> None:
+def _forget_source(file: str, entry: object) -> None:
     if linecache.cache.get(file) is entry:
         del linecache.cache[file]
 
@@ -474,7 +474,7 @@ class _Lowering:
             scale = f"scales[{sums}] if MODE == 'fixed' else None"
             self.lines.append(f"mod_math.accumulate(sums[{sums}], {scale}, {offset}, {where}, {addend}, {over}, MODE)")
 
-    def _indices(self, indices: Sequence[Any], pointer: str, name: str) -> tuple[list[tuple[str, bool]], list[str]]:
+    def _indices(self, indices: Sequence[object], pointer: str, name: str) -> tuple[list[tuple[str, bool]], list[str]]:
         """Returns (each index and whether it has 64 bits, conditions that all are inside); a negative index counts from the end."""
         texts, inside = [], []
         for dim, index in enumerate(indices):
@@ -543,5 +543,5 @@ def _is_finite(result: Node) -> bool:
     return True
 
 
-def _is_same_for_a_head(node: Any) -> bool:
+def _is_same_for_a_head(node: object) -> bool:
     return isinstance(node, Node) and not inputs_of(node) & VARYING

@@ -66,32 +66,10 @@ def bounds_of(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
 # These ops map finite numbers to finite numbers.
 FINITE = frozenset(
     (
-        "abs",
-        "add",
-        "ceil",
-        "clamp",
-        "cos",
-        "erf",
-        "erfc",
-        "floor",
-        "full",
-        "maximum",
-        "minimum",
-        "mul",
-        "neg",
-        "relu",
-        "round",
-        "sigmoid",
-        "sign",
-        "sin",
-        "sub",
-        "tanh",
-        "_to_copy",
-        "trunc",
-        "where",
+        *("abs", "add", "ceil", "clamp", "cos", "erf", "erfc", "floor", "full", "maximum", "minimum", "mul", "neg"),
+        *("relu", "round", "sigmoid", "sign", "sin", "sub", "tanh", "_to_copy", "trunc", "where"),
     )
 )
-# fmt: on
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 

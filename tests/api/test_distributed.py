@@ -45,7 +45,7 @@ def test_every_argument_reaches_a_sharded_call(monkeypatch: pytest.MonkeyPatch) 
     q = torch.randn(1, 3, 2, 8).as_subclass(DTensor)
     with pytest.raises(ValueError, match="the call is in FP8"):
         flexattn.attention(q, q, q, fp8_recipe=flexattn.fp8.Recipe())
-    monkeypatch.setattr(sharded, "attend_sharded", lambda attend, q, k, v, arguments, slopes: seen.append(arguments))
+    monkeypatch.setattr(sharded, "attend_sharded", lambda attend, q, k, v, arguments: seen.append(arguments))
     flexattn.attention(q, q, q)
     short_forms = {"causal", "cu_seqlens", "max_seqlen", "mask"}
     assert {"q", "k", "v", *seen[0]} == inspect.signature(flexattn.attention).parameters.keys() - short_forms
@@ -85,4 +85,62 @@ assert list(flexattn.attention(*qkv, **lengths).placements) == [Replicate()]
 
 def test_a_sharded_sequence_stays_so_whether_or_not_ranks_were_imported(forked_python: FreshPython) -> None:
     ended = forked_python("-c", SHARDED_SEQUENCE)
+    assert ended.returncode == 0, ended.stderr
+
+
+# Rank 1 of two. Its collectives send nothing, so its results are compared with its part of those of one process.
+SECOND_RANK = """
+import sys
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import flexattn
+
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+whole = torch.randn(3, 4, 8, 4, 16, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def parts(dim):
+    return [DTensor.from_local(t.chunk(2, dim)[1], mesh, [Shard(dim)]) for t in whole]
+
+
+shifts = torch.tensor([[0, 3, 1, 2], [4, 1, 0, 2], [3, 3, 0, 5], [1, 0, 2, 4]])
+mask = flexattn.create_block_mask(lambda b, h, i, j: i + shifts[b, h] >= j, None, None, 8, 8, device="cpu")
+for dim in (0, 2):
+    for compiled in ((False,), (False, True))["compiled" in sys.argv]:
+        want = flexattn.attention(*whole, block_mask=mask).chunk(2, dim)[1]
+        call = torch.compile(flexattn.attention, backend="eager") if compiled else flexattn.attention
+        for _ in range(2):
+            torch.testing.assert_close(call(*parts(dim), block_mask=mask).to_local(), want)
+kept = mask._flexattn_shifted.value[1]
+flexattn.attention(*parts(2), block_mask=mask)
+assert mask._flexattn_shifted.value[1] is kept
+
+ends = torch.tensor([0, 8, 16], dtype=torch.int32)
+for dim, call, text in (
+    (2, {"bias": torch.ones(1, 2, 8, 8)}, r"bias has shape \\(1, 2, 8, 8\\)"),
+    (0, {"bias": torch.ones(2, 1, 8, 8)}, r"bias has shape \\(2, 1, 8, 8\\)"),
+    (2, {"bias": torch.ones(8)}, r"bias has shape \\(8,\\)"),
+    (2, {"softmax_offset": torch.ones(3)}, r"softmax_offset has shape \\(3,\\)"),
+    (0, {"attn_mask_type": "padding", "cu_seqlens": ends}, "the length of cu_seqlens_q less one is 2"),
+    (0, {"attn_mask_type": "padding", "seqused_kv": ends}, "the length of seqused_kv is 3"),
+    (2, {"score_mod": flexattn.mods.alibi(torch.ones(2))}, r"slopes has shape \\(2,\\), with 2 heads"),
+    (1, {"attn_mask_type": "padding"}, "cu_seqlens_q and cu_seqlens_kv are None"),
+    (1, {"cu_seqlens_q_padded": ends}, "cu_seqlens_q_padded is given with format bshd"),
+):
+    with pytest.raises(ValueError, match=text):
+        flexattn.attention(*parts(dim), **call)
+with torch.autocast("cpu", torch.bfloat16):
+    out = flexattn.attention(*parts(2)[:2], parts(2)[2].bfloat16(), bias=torch.ones(1, 4, 8, 8, dtype=torch.float16))
+assert out.dtype is torch.bfloat16
+"""
+
+
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_a_rank_checks_the_whole_and_gives_mods_indices_of_the_whole(how: str, forked_python: FreshPython) -> None:
+    ended = forked_python("-c", SECOND_RANK, how)
     assert ended.returncode == 0, ended.stderr

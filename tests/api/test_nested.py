@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,16 @@ def test_explain_says_what_runs(fmt: str) -> None:
     assert explain(*(x.detach() for x in nested), qkv_format=fmt).backward is None
 
 
+def _with(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Returns the tokens of x as sequences of other lengths."""
+    return torch.nested.nested_tensor_from_jagged(x.values(), torch.tensor([0, *itertools.accumulate(lengths)]))
+
+
+def test_keys_and_values_may_have_equal_lengths_of_their_own() -> None:
+    x = jagged(pieces(Q_LENGTHS, H, D, 0)).detach()
+    assert torch.equal(attention(x, x, _with(x, Q_LENGTHS)).values(), attention(x, x, x).values())
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "one of three": (lambda x: attention(x, x.values(), x.values()), TypeError, "q is nested"),
     "two of three": (lambda x: attention(x.values()[None], x, x), TypeError, "k is nested"),
@@ -141,6 +152,12 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "lengths": (lambda x: attention(x, x, x, cu_seqlens_q=x.offsets().int()), ValueError, "cu_seqlens_q is given and q, k"),
     "lengths, explained": (lambda x: explain(x, x, x, cu_seqlens_q=x.offsets().int()), ValueError, "cu_seqlens_q is given and q"),
     "FP8, explained": (lambda x: explain(x, x, x, descale_q=torch.ones(())), ValueError, "nested and the call is in FP8"),
+    "other lengths of v": (
+        lambda x: attention(x, x, _with(x, (0, 5, 7, 2))),
+        ValueError,
+        r"different sequences: \[5, 0, 7, 2\] and",
+    ),
+    "more sequences of v": (lambda x: attention(x, x, _with(x, (5, 0, 7, 2, 0))), ValueError, "nested with different sequences"),
     "FP8": (lambda x: attention(x, x, x, descale_q=torch.ones(())), ValueError, "nested and the call is in FP8"),
 }
 

@@ -30,7 +30,7 @@ from flexattn import (
     mods,
     nn,
 )
-from flexattn.block_mask import _NAMES as LISTS
+from flexattn.block_mask import BLOCK_TENSORS as LISTS
 from flexattn.integrations import te
 
 HEADS, HEADS_KV, DIM, TOKENS = 4, 2, 8, 32

@@ -18,7 +18,7 @@ if reason := (
 
 from flexattn.kernels_cudnn import plans
 from flexattn.kernels_cudnn.attention import Written
-from flexattn.kernels_cudnn.fp8 import unchecked_call
+from flexattn.kernels_cudnn.fp8 import fp8_call
 from flexattn.kernels_cudnn.fp8_rules import RULES, Fp8Call, fp8_error
 from flexattn.kernels_cudnn.graphs import Sdpa
 from flexattn.kernels_cudnn.plans import PlanCache, PlanNotSupported
@@ -75,9 +75,9 @@ def sdpa_of(
     lse = torch.empty((h, 2 * sq) if fmt == "thd" else (2, h, sq), dtype=torch.float32, device="meta")
     written = tokens(sq, h, d_v, out)
     if direction == "forward":
-        return unchecked_call(x, written, lse).sdpa
+        return fp8_call(x, written, lse).sdpa
     grads = Written(tokens(sq, h, d_qk, gradients), tokens(skv, h_kv, d_qk, gradients), tokens(skv, h_kv, d_v, gradients))
-    sdpa = unchecked_call(x, written, lse, tokens(sq, h, d_v, dout), grads).sdpa
+    sdpa = fp8_call(x, written, lse, tokens(sq, h, d_v, dout), grads).sdpa
     assert sdpa.fp8 is not None
     return sdpa if gradients is torch.bfloat16 else sdpa._replace(fp8=sdpa.fp8._replace(gradients=gradients))
 

@@ -129,3 +129,36 @@ def test_dropout_is_the_same_for_each_where_the_key_is() -> None:
     found = jax.vmap(lambda q: fj.attention(q, k, v, dropout_p=0.5, rng_state=key))(jnp.stack([q, q]))
     assert jnp.array_equal(found[0], found[1])
     assert jnp.array_equal(found[0], fj.attention(q, k, v, dropout_p=0.5, rng_state=key))
+
+
+DESCALES: dict[str, tuple[int, ...]] = {
+    "one": (),
+    "heads": (2,),
+    "rows and heads": (2, 2),
+    "blocks": (2, 1, 1),
+    "tokens": (2, 11, 2),
+}
+
+
+@pytest.mark.parametrize("name", list(DESCALES))
+@pytest.mark.parametrize(
+    "mapped", ["q", *(pytest.param(names, marks=pytest.mark.slow) for names in ("k, v", "descales")), "k, descale_k"]
+)
+def test_keys_in_fp8(name: str, mapped: str) -> None:
+    shapes = {"q": (2, 9, 4, 16), "k": (2, 11, 2, 16), "v": (2, 11, 2, 8), "descale_k": DESCALES[name], "descale_v": DESCALES[name]}
+    names = mapped.replace("descales", "descale_k, descale_v").split(", ")
+    arrays = {key: normal(i, *((N,) if key in names else ()), *shape) for i, (key, shape) in enumerate(shapes.items())}
+    arrays = {
+        key: x.astype(jnp.float8_e4m3fn) if key in "kv" else abs(x) + 0.5 if "descale" in key else x for key, x in arrays.items()
+    }
+    axes = {key: 0 if key in names else None for key in arrays}
+    found = jax.jit(jax.vmap(lambda given: fj.attention(**given), (axes,)))(arrays)
+    for n in range(N):
+        expected = fj.attention(**{key: x[n] if key in names else x for key, x in arrays.items()})
+        assert jnp.allclose(found[n], expected, atol=1e-6)
+
+
+def test_an_axis_of_size_0() -> None:
+    q, k = jnp.zeros((0, 2, 9, 4, 16)), normal(0, 2, 9, 4, 16)
+    gradient = jax.vmap(jax.grad(lambda q, k: fj.attention(q, k, k).sum(), (0, 1)), (0, None))
+    assert [x.shape for x in gradient(q, k)] == [(0, 2, 9, 4, 16)] * 2

@@ -13,7 +13,6 @@ DOORS = [*sorted((ROOT / "flexattn" / "integrations").rglob("*.py")), ROOT / "fl
 
 # Parameters that no integration reads, by name: they change no result.
 PLANS_A_LAUNCH = "says how the other library's kernels are launched"
-FROM_THE_FORWARD = "the forward returns it for the backward, which needs none of it here"
 UNREAD_ANYWHERE = {
     "num_splits": PLANS_A_LAUNCH,
     "pack_gqa": PLANS_A_LAUNCH,
@@ -68,7 +67,6 @@ UNREAD = {
         "compute_data_type": "positions are integers",
         "scalar_type": "says when a number is known",
     },
-    "torch_flash.py": dict.fromkeys(("unused", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_offset"), FROM_THE_FORWARD),
     "transformers/masks.py": {
         "allow_torch_fix": "has no effect in transformers either",
         "dtype": "a bool mask has its own",

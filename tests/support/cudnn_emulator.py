@@ -98,7 +98,7 @@ def _backward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: i
         part = ds[None, :, :len_q, :len_kv]
         for dim in (1, 2, 3):
             part = part.sum(dim, keepdim=True) if target.shape[dim] == 1 else part
-        target[b if target.shape[0] > 1 else 0] += part[0].to(target.dtype)
+        target[b if target.shape[0] > 1 else 0][:, : part.shape[2], : part.shape[3]] += part[0].to(target.dtype)
     if x.has_sink:
         target = buffers[Uid.DSINK]
         if b == 0:

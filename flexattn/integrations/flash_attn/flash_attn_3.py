@@ -95,8 +95,7 @@ def flash_attn_func(
         return_attn_probs: if True, returns (out, softmax_lse). softmax_lse is float32 [b, h, sq], -inf for a query that sees no
             key.
 
-    Raises:
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flexattn.attention`.
     """
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
@@ -186,8 +185,7 @@ def flash_attn_varlen_func(
         return_attn_probs: if True, returns (out, softmax_lse). softmax_lse is float32 [h, total_q], -inf for a query that sees no
             key.
 
-    Raises:
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flexattn.attention`.
     """
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
@@ -298,5 +296,5 @@ def flash_attn_combine(
     return (combined if out is None else out.copy_(combined)), lse
 
 
-def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+def get_scheduler_metadata(*_: object, **__: object) -> None:
     """Returns None, which `flash_attn_with_kvcache` accepts as scheduler_metadata, because calls need no plan in advance."""

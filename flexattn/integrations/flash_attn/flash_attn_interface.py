@@ -15,7 +15,7 @@ from torch import Tensor
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn import kv_cache
 from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
-from flexattn.integrations.flash_attn.options import Options, named
+from flexattn.integrations.flash_attn.options import Options, named, with_options_of
 from flexattn.packed_tensors import unpack
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -83,53 +83,28 @@ def flash_attn_func(
     return _attend((q, k, v), options, return_attn_probs)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+@with_options_of(flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named_options: Any) -> Result:
     """Returns attention of a dense batch with k and v in one tensor.
 
     Args:
         q, kv: [b, sq, h, d] and [b, sk, 2, h_k, d].
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
-            `flash_attn_func`.
-
-    Raises the errors of `flash_attn_func`.
+        options: the arguments of `flash_attn_func` after v. Its errors are raised too.
     """
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend((q, *unpack(kv, 2)), options, return_attn_probs)
+    k, v = unpack(kv, 2)
+    return flash_attn_func(q, k, v, *options, **named_options)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+@with_options_of(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named_options: Any) -> Result:
     """Returns attention of a dense batch with q, k and v in one tensor.
 
     Args:
         qkv: [b, s, 3, h, d].
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
-            `flash_attn_func`.
-
-    Raises the errors of `flash_attn_func`.
+        options: the arguments of `flash_attn_func` after v. Its errors are raised too.
     """
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(tuple(unpack(qkv, 2)), options, return_attn_probs)
+    q, k, v = unpack(qkv, 2)
+    return flash_attn_func(q, k, v, *options, **named_options)
 
 
 def flash_attn_varlen_func(
@@ -170,6 +145,7 @@ def flash_attn_varlen_func(
     return _attend((q, k, v), options, return_attn_probs, packed)
 
 
+@with_options_of(flash_attn_func)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -177,55 +153,33 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **named_options: Any,
 ) -> Result:
     """Returns attention of packed sequences with k and v in one tensor.
 
     Args:
         q, kv: [total_q, h, d] and [total_k, 2, h_k, d].
-        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], the sequences' offsets, and the total.
-        max_seqlen_q, max_seqlen_k: the longest lengths.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
-            `flash_attn_func`, with softmax_lse [h, total_q].
-
-    Raises the errors of `flash_attn_func`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`.
+        options: the arguments of `flash_attn_func` after v, with softmax_lse [h, total_q]. Its errors are raised too.
     """
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend((q, *unpack(kv, 1)), options, return_attn_probs, _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    k, v = unpack(kv, 1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **named_options)
 
 
+@with_options_of(flash_attn_func)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named_options: Any
 ) -> Result:
     """Returns attention of packed sequences with q, k and v in one tensor.
 
     Args:
+        qkv: [total, 3, h, d].
         cu_seqlens, max_seqlen: int32 [b + 1], the sequences' offsets, and the total; the longest length.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
-            `flash_attn_func`, with softmax_lse [h, total].
-
-    Raises the errors of `flash_attn_func`.
+        options: the arguments of `flash_attn_func` after v, with softmax_lse [h, total]. Its errors are raised too.
     """
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    packed = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _attend(tuple(unpack(qkv, 1)), options, return_attn_probs, packed)
+    q, k, v = unpack(qkv, 1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ class _ForwardOnly(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: object) -> Any:
         raise NotImplementedError(ctx.why)
 
 

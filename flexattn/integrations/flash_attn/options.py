@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Options(NamedTuple):
@@ -43,3 +47,16 @@ def refuse(name: str, value: object, instead: str) -> None:
     """Raises NotImplementedError, with the alternative in its text, unless the argument's value is None."""
     if value is not None:
         raise NotImplementedError(f"{name} is not supported (got {type(value).__name__}); accepted: None; {instead}")
+
+
+def with_options_of(other: Callable[..., object]) -> Callable[[F], F]:
+    """Decorates a function that passes *options on to another, so that its signature shows the other's optional parameters."""
+    options = [x for x in inspect.signature(other).parameters.values() if x.default is not x.empty]
+
+    def with_signature(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [x for x in signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return function
+
+    return with_signature

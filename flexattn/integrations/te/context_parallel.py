@@ -233,7 +233,7 @@ def _shorten(values: Sequence[int]) -> str:
     return str(list(values)) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
 
 
-def _on_host(name: str, t: Any) -> tuple[int, ...]:
+def _on_host(name: str, t: object) -> tuple[int, ...]:
     """Returns the values of offsets. They are read once for all layers of a step, unless the tensor is written to.
 
     Raises RuntimeError if they must be read while a CUDA graph is captured.
@@ -294,14 +294,14 @@ class _WholeGradient(torch.autograd.Function):
     """A tensor replicated on all ranks; its gradient on each rank is the sum over ranks, as in TransformerEngine."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, t: Tensor) -> Tensor:
+    def forward(ctx: Any, group: object, t: Tensor) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(t)
         return t.view_as(t)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, _saved: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, _saved: object, gradient: Tensor) -> tuple[None, Tensor]:
         from flexattn.distributed.exchange import waiting
 
         total = gradient.clone()

@@ -314,7 +314,7 @@ class DotProductAttention(torch.nn.Module):
         """Loads `get_extra_state`'s result; any other state, such as TransformerEngine's own, resets the scales."""
         self._scaling.from_bytes(state)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: object) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", None)  # older checkpoints lack it
         for part in ("flash_attention", "fused_attention", "unfused_attention"):  # parts of older TransformerEngine modules
             state_dict.pop(f"{prefix}{part}._extra_state", None)

@@ -303,7 +303,7 @@ def _formats_like(fmt: str) -> tuple[str, ...]:
     return tuple(known for known in FORMATS if (known == "thd") == (fmt == "thd"))
 
 
-def _hashable(names: tuple[Any, ...]) -> tuple[Any, ...]:
+def _hashable(names: tuple[object, ...]) -> tuple[Any, ...]:
     """Returns the names, with any non-string replaced by its repr for the error message."""
     return names if all(type(name) is str for name in names) else tuple(n if isinstance(n, str) else repr(n) for n in names)
 
@@ -318,7 +318,7 @@ def _check_backward(call: _Call, do_format: str, stats: Any, o: Any, d_o: Any) -
             raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: the {len(do_format)} dims of {do_format}")
 
 
-def _check_callable(name: str, quantizer: Any) -> None:
+def _check_callable(name: str, quantizer: object) -> None:
     if quantizer is not None and not callable(quantizer):
         raise TypeError(f"{name} is {describe(quantizer)}; accepted: None, or a quantizer such as Float8Quantizer")
 
@@ -333,7 +333,7 @@ def _without_graph(*tensors: Tensor | None) -> AbstractContextManager[Any]:
     return _NO_CONTEXT
 
 
-def _window(window_size: Any) -> tuple[int, int]:
+def _window(window_size: object) -> tuple[int, int]:
     sides = tuple(window_size) if isinstance(window_size, (tuple, list, torch.Size)) else ()
     if len(sides) == 2 and type(sides[0]) is int is type(sides[1]):
         return sides
@@ -343,7 +343,7 @@ def _window(window_size: Any) -> tuple[int, int]:
     return sides_as_int[0], sides_as_int[1]
 
 
-def _kind_of(backend: Any) -> FusedAttnBackend:
+def _kind_of(backend: object) -> FusedAttnBackend:
     return backend if type(backend) is FusedAttnBackend else FusedAttnBackend.cast(backend)
 
 
@@ -395,7 +395,7 @@ def _all_in_fp8(**tensors: Any) -> list[InFp8]:
     return results
 
 
-def _page_table(call: _Call, page_table_k: Any, page_table_v: Any) -> Tensor | None:
+def _page_table(call: _Call, page_table_k: Any, page_table_v: object) -> Tensor | None:
     """Returns the page table of a call over pages, or None. Raises if it is missing, or if the call does not support pages."""
     tables = {"page_table_k": page_table_k, "page_table_v": page_table_v}
     if not call.layout.is_paged:
@@ -473,7 +473,7 @@ def _check_fake_dtype(fake_dtype: Any) -> torch.dtype:
 
 
 @functools.cache
-def _recipe(fake_dtype: Any) -> fp8.Recipe:
+def _recipe(fake_dtype: object) -> fp8.Recipe:
     return fp8.Recipe(out_dtype=_check_fake_dtype(fake_dtype))
 
 
@@ -503,7 +503,7 @@ def _fp8_incoming(o: Any, d_o: Any, lse: Tensor, dtype: torch.dtype, formats: tu
 
 
 def _fp8_gradients(
-    results: Results, qkv: list[InFp8], incoming: _Fp8Incoming, arguments: dict[str, Any], fake_dtype: Any
+    results: Results, qkv: list[InFp8], incoming: _Fp8Incoming, arguments: dict[str, Any], fake_dtype: object
 ) -> Gradients:
     """Returns the gradients of a call on FP8 tensors."""
     q, k, v = qkv

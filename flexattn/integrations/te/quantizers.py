@@ -95,7 +95,7 @@ class Float8CurrentScalingQuantizer:
         return _quantize(tensor, self.dtype, None, None)
 
 
-def fp8_dtype_of(value: Any) -> torch.dtype:
+def fp8_dtype_of(value: object) -> torch.dtype:
     """Returns the torch dtype for a torch dtype or TransformerEngine's DType, by its name; raises ValueError for others."""
     dtype = value if isinstance(value, torch.dtype) else _BY_NAME.get(str(getattr(value, "name", value)).rpartition(".")[2])
     if dtype not in FP8_DTYPES:

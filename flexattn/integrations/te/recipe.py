@@ -128,7 +128,7 @@ def _ours(fp8_format: Format) -> fp8.Fp8Format:
     return "HYBRID" if fp8_format is Format.HYBRID else "E4M3"
 
 
-def recipe_of(recipe: Any) -> Recipe:
+def recipe_of(recipe: object) -> Recipe:
     """Returns the recipe, or its equivalent for one of TransformerEngine's own recipes, by its class's name and fields.
 
     Raises NotImplementedError for a recipe of another kind, such as MXFP8BlockScaling, with attention in FP8. If it has no
@@ -219,7 +219,7 @@ def with_recipe(recipe: Recipe | None) -> Iterator[None]:
         _active.recipe = before
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., object], *args: object, use_reentrant: bool = True, **kwargs: Any) -> Any:
     """Returns function(*args, **kwargs). The backward recomputes its activations, with the same FP8 recipe.
 
     This is TransformerEngine's `checkpoint`, based on torch.utils.checkpoint. distribute_saved_activations must be False, and
@@ -232,7 +232,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
             raise NotImplementedError(f"{name} is not supported; accepted: {default}, because activations stay on their rank")
     recipe = _active.recipe
 
-    def run(*inputs: Any, **keywords: Any) -> Any:
+    def run(*inputs: object, **keywords: object) -> Any:
         with with_recipe(recipe):
             return function(*inputs, **keywords)
 

@@ -77,7 +77,7 @@ class ScoreGraph:
                 "other operations, write the score_mod in torch, which reads tensors at any computed index"
             )
 
-        def node(*positional: Any, **named: Any) -> GraphTensor:
+        def node(*positional: object, **named: object) -> GraphTensor:
             operands, parameters = bind(name, positional, named)
             values = [self._operand(name, operand, x) for operand, x in zip(NODES[name].operands, operands, strict=True)]
             return GraphTensor(NODES[name].compute(*values, *parameters))

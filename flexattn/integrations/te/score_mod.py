@@ -56,8 +56,8 @@ class TEScoreMod:
         self,
         score_mod: Callback,
         score_mod_bprop: Callback | None = None,
-        score_mod_tensors: Mapping[str, Any] | None = None,
-        score_mod_bprop_tensors: Mapping[str, Any] | None = None,
+        score_mod_tensors: Mapping[str, object] | None = None,
+        score_mod_bprop_tensors: Mapping[str, object] | None = None,
     ) -> None:
         for name, callback in (("score_mod", score_mod), ("score_mod_bprop", score_mod_bprop)):
             if not (callable(callback) or (callback is None and name == "score_mod_bprop")):
@@ -82,7 +82,7 @@ class TEScoreMod:
                         "leave score_mod_bprop out, so that the gradient is derived"
                     )
 
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, score: object, b: object, h: object, q_idx: object, kv_idx: object) -> Any:
         callback, _ = self._on_a_copy()
         return self._run("score_mod", callback, score, self.tensors, (b, h, q_idx, kv_idx))
 
@@ -91,7 +91,7 @@ class TEScoreMod:
         """The bprop's gradient of the score, for `flexattn.mods.trace.trace_mods`; None without a bprop."""
         return self._gradient if self.bprop is not None else None
 
-    def _gradient(self, dscore: Any, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def _gradient(self, dscore: object, score: object, b: object, h: object, q_idx: object, kv_idx: object) -> Any:
         forward, bprop = self._on_a_copy()
         indices = (b, h, q_idx, kv_idx)
         self._run("score_mod", forward, score, self.tensors, indices)  # it may store results on its object

@@ -81,8 +81,7 @@ def flash_attn_func(
     Returns:
         out [b, sq, h, d_v].
 
-    Raises:
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, _closed(window_size), softcap, None, deterministic)
     out: Tensor = attention(q, k, v, **named(options, is_padded=False), **_sinks(s_aux))
@@ -115,8 +114,7 @@ def flash_attn_varlen_func(
     Returns:
         out [t_q, h, d_v].
 
-    Raises:
-        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    Raises the errors of `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, _closed(window_size), softcap, None, deterministic)
     lengths_q = Lengths(q, cu_seqlens_q.to(torch.int32), None, int(max_seqlen_q))

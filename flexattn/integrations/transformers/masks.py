@@ -87,7 +87,7 @@ class Visible:
             raise AttributeError(name)
         raise AttributeError(f"attention_mask.{name}: {_NOT_A_TENSOR}")
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         raise TypeError(f"attention_mask[{index!r}]: {_NOT_A_TENSOR}")
 
 

@@ -25,7 +25,7 @@ def paged_attention_forward(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     cache: Any = None,
-    read_index: Any = None,
+    read_index: object = None,
     write_index: Any = None,
     cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None,

@@ -88,7 +88,7 @@ class DotProductAttention(nn.Module):  # type: ignore[misc]
         *,
         deterministic: bool = False,
         mask: Any = None,
-        score_mod_tensors: Mapping[str, Any] | None = None,
+        score_mod_tensors: Mapping[str, object] | None = None,
         score_mod_bprop_tensors: Mapping[str, Any] | None = None,
     ) -> jax.Array:
         """Returns attention, [b, sq, h, d_v] or, transposed, [sq, b, h, d_v].

@@ -30,7 +30,7 @@ class _Tensors(NamedTuple):
         return self.values | tensors
 
 
-def split(argument: str, tensors: Any) -> _Tensors:
+def split(argument: str, tensors: object) -> _Tensors:
     """Splits a dict of callbacks' tensors into arrays, of 0 to 4 dims, and Python and NumPy numbers.
 
     Raises TypeError if it is not a dict, or if a name is not a str.
@@ -46,7 +46,7 @@ def split(argument: str, tensors: Any) -> _Tensors:
     return _Tensors({name: None if name in arrays else x for name, x in tensors.items()}, arrays)
 
 
-def recorded(score_mod: Callback, score_mod_bprop: Callback | None, tensors: Any, bprop_tensors: Any) -> InTorch:
+def recorded(score_mod: Callback, score_mod_bprop: Callback | None, tensors: object, bprop_tensors: object) -> InTorch:
     """Returns callbacks as a score_mod of `flexattn.jax.attention`.
 
     Equal callbacks with tensors of equal shapes share a program, even if they are different objects.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexattn.jax.call import cumulative
 from flexattn.jax.te.names import AttnMaskType, name_of
 from flexattn.validation import describe
 
@@ -169,7 +170,7 @@ def sequences_of(descriptor: SequenceDescriptor | object, rows: Rows, has_positi
     arguments = rows.padded_band
     for side, lengths in zip(("q", "kv"), descriptor.seqlens, strict=True):
         lengths = _integers("seqlens", lengths, (rows.batch,))
-        arguments[f"cu_seqlens_{side}"] = _cumulative(lengths)
+        arguments[f"cu_seqlens_{side}"] = cumulative(jnp.maximum(lengths, 0))
     return Sequences(arguments)
 
 
@@ -177,11 +178,6 @@ def _integers(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.integer) or x.shape != shape:
         raise ValueError(f"{name} of the sequence_descriptor has dtype {x.dtype} and shape {x.shape}; accepted: integers {shape}")
     return jnp.asarray(x, jnp.int32)
-
-
-def _cumulative(lengths: jax.Array) -> jax.Array:
-    """Returns 0 and the cumulative sum of lengths; negative lengths count as 0."""
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32)])
 
 
 def _lengths_and_offsets(seqlens: Pair, seq_offsets: Pair, rows: Rows) -> list[Pair]:
@@ -212,7 +208,7 @@ def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, object]:
     arguments = rows.padded_band | {"max_seqlen_q": rows.sizes[0], "max_seqlen_kv": rows.sizes[1]}
     for side, (lengths, offsets), size in zip(("q", "kv"), sides, rows.sizes, strict=True):
         starts = jnp.where(lengths > 0, offsets + size * jnp.arange(rows.batch, dtype=jnp.int32)[:, None], 0)
-        arguments[f"cu_seqlens_{side}"] = _cumulative(lengths.reshape(-1))
+        arguments[f"cu_seqlens_{side}"] = cumulative(jnp.maximum(lengths, 0).reshape(-1))
         arguments[f"cu_seqlens_{side}_padded"] = jnp.append(starts.reshape(-1), jnp.int32(rows.batch * size))
     return arguments
 
