@@ -192,7 +192,9 @@ def test_hidden_and_missing_keys_are_not_read() -> None:
     assert out.isfinite().all()
     assert lse[0, :, 1].isneginf().all()
     assert not out[0, 1].any()
-    assert not attention(q, k, v, kv_indices=indices[..., :0]).any()
+    for no_keys in (attention(q, k, v, kv_indices=indices[..., :0]), attention(q, k[:, :0], v[:, :0], kv_indices=indices)):
+        assert not no_keys.any()
+        assert not any(gradient.any() for gradient in torch.autograd.grad(no_keys.sum(), (q, k, v)))
 
 
 def test_a_compiled_call_has_one_graph() -> None:
