@@ -258,3 +258,12 @@ def test_dense_helper_counts_entries() -> None:
     indices = torch.tensor([[[0, 2, 2, -1]]], dtype=torch.int32)
     assert dense(indices, torch.tensor([[2]]), 3, 1).tolist() == [[[[1, 0, 1]]]]
     assert [b - a for a, b in pairwise(dense(indices, None, 3, 1)[0, 0, 0].tolist())] == [-1, 2]
+
+
+def test_a_list_of_one_key_gives_its_value_in_float32() -> None:
+    """torch's own operator, which runs plain calls on a CPU, has no lists."""
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+    indices = torch.arange(16, dtype=torch.int32).flip(0).view(1, 16, 1)
+    torch.testing.assert_close(attention(q, k, v, kv_indices=indices), v.flip(1))
+    none = attention(q, k, v, kv_indices=torch.full((1, 1, 1, 1), -1, dtype=torch.int32), kv_block_size=16)
+    assert not none.any()
