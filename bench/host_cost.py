@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from flexattn.bench import record
 from flexattn.bench.harness import Row, Run, in_turns, quartiles
 from flexattn.cli import Parser, program
 
@@ -55,13 +56,14 @@ def main(argv: list[str] | None = None) -> int:
         stub_driver.install()
     from flexattn.dispatch.describe import versions
 
-    device = torch.cuda.get_device_name() if has_gpu else f"no GPU, a driver that does nothing; {_processor()}"
+    name = record.device_facts()["name"]
+    device = name if has_gpu else f"no GPU, a driver that does nothing; {name}"
     print(f"{device}, {versions()}\n{MEASURES}")
     facts = {"device": device, "python": platform.python_version(), "versions": versions(), "measures": MEASURES}
     run = Run("flexattn host_cost", __doc__, args.out, argv, **facts)
     for kind in args.kinds:
         for row in measure(kind, has_gpu, args.rounds, has_gpu and not args.no_flex):
-            times = f"{row['us']:8.1f}  ({row['low']:.1f} to {row['high']:.1f})"
+            times = f"{row['us']:8.1f}  ({row['us_q1']:.1f} to {row['us_q3']:.1f})"
             run.add(row, f"{row['call']:12} {row['direction']:9} {row['implementation']:26} {times}")
     run.content["stages"] = parts = stages(has_gpu)
     print("\nmicroseconds of the parts of a bshd forward without gradients:")
@@ -73,14 +75,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:60} {ms:8.0f}")
     run.write()
     return 0
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[Row]:
@@ -122,15 +116,9 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
         elif direction == "retained":
             timed = _retained(timed, leaves, dout)
         for name, samples in _times(timed, rounds).items():
-            yield _row(kind, direction, name, samples)
+            yield {"call": kind, "direction": direction, "implementation": name, **quartiles(samples)}
     if has_gpu and kind == "bshd":
         yield from _frontend(rounds)
-
-
-def _row(kind: str, direction: str, name: str, samples: list[float]) -> Row:
-    us = quartiles(samples)
-    times = {"us": us["us"], "low": us["us_q1"], "high": us["us_q3"]}
-    return {"call": kind, "direction": direction, "implementation": name, **times}
 
 
 def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
@@ -306,7 +294,8 @@ def _frontend(rounds: int) -> Iterator[Row]:
         except Unavailable as e:
             print(f"{CUDNN_FRONTEND}: {e}")
             return
-        yield _row("bshd", direction, CUDNN_FRONTEND, _times({CUDNN_FRONTEND: prepared.timed}, rounds)[CUDNN_FRONTEND])
+        samples = _times({CUDNN_FRONTEND: prepared.timed}, rounds)[CUDNN_FRONTEND]
+        yield {"call": "bshd", "direction": direction, "implementation": CUDNN_FRONTEND, **quartiles(samples)}
 
 
 def stages(has_gpu: bool) -> dict[str, float]:
@@ -342,13 +331,12 @@ def stages(has_gpu: bool) -> dict[str, float]:
     places = next(how for kind, _, how in recording.steps if kind == "launch")
     addresses = [q.data_ptr()] * len(places)  # outputs are at most as large as q
     shapes = [how for kind, _, how in recording.steps if kind == "allocate"]
-    wait: Callable[[], Any] = torch.cuda.synchronize if has_gpu else int
 
     def anew() -> None:
         call_cache.clear_cache()
         attend()
 
-    found = {
+    found: dict[str, Callable[[], object]] = {
         "the whole call": attend,
         "  the key and the look-up": lambda: original(*seen[0]),
         "    of it: modes, switches, environment": call_cache.state_around,
@@ -357,9 +345,9 @@ def stages(has_gpu: bool) -> dict[str, float]:
         "  what is played: memory, addresses, the launch": lambda: call.run(key, False),
         "    of it: memory for out and lse": lambda: [recording.allocate(*how) for how in shapes],
         "    of it: the launch, arguments packed": lambda: prepared.launch(launch.current_stream(device), addresses),
-        "a call with a key that is new (lengths that never came)": anew,
     }
-    return {name: _least(function, wait) for name, function in found.items()}
+    new: dict[str, Callable[[], object]] = {"a call with a key that is new (lengths that never came)": anew}
+    return {name: min(us) for name, us in (*_times(found, ROUNDS).items(), *_times(new, ROUNDS).items())}
 
 
 CHILD = """
@@ -420,19 +408,6 @@ def cold_start(has_gpu: bool) -> dict[str, float]:
     found = {name: 1e3 * min(run[i] for run in warm) for i, name in enumerate(names)}
     found["import flexattn, with no bytecode on disk"] = 1e3 * without_bytecode
     return {**found, "first call, with no kernel on disk": 1e3 * cold[3]}
-
-
-def _least(function: Callable[[], object], wait: Callable[[], object]) -> float:
-    for _ in range(CALLS):
-        function()
-    times = []
-    for _ in range(ROUNDS):
-        wait()
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            function()
-        times.append((time.perf_counter() - began) / CALLS * 1e6)
-    return min(times)
 
 
 if __name__ == "__main__":

@@ -98,12 +98,9 @@ def differentiable(
 def attention_of(backend: str, workload: Workload, tensors: Tensors, **more: Any) -> Attend:
     """Returns attention() on a backend with the workload's arguments and `more`."""
 
-    def arguments() -> dict[str, Any]:
-        return arguments_of(workload, tensors) | {"backend": backend, **more}
-
-    if workload.repeats_bias:  # the copies are part of the call, and the sum of their gradients
-        return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments()))
-    made = arguments()
+    made = arguments_of(workload, tensors) | {"backend": backend, **more}
+    if workload.repeats_bias and backend == "cudnn":  # the copies are part of the call, and the sum of their gradients
+        return lambda q, k, v: _only(flexattn.attention(q, k, v, **made | {"bias": bias_of(tensors, workload)}))
     return lambda q, k, v: _only(flexattn.attention(q, k, v, **made))
 
 

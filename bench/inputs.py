@@ -76,7 +76,7 @@ def make_tensors(workload: Workload, device: str, seed: int = 0) -> Tensors:
 def bias_of(tensors: Tensors, workload: Workload, heads: slice = slice(None)) -> Tensor | None:
     """Returns the dense bias, or the relative bias as a matrix: [1 | b, h, sq, skv].
 
-    A matrix that more than one sequence, but not all, share is copied for each, because `attention` and SDPA need it so.
+    A matrix that more than one sequence, but not all, share is copied for each, because SDPA and cuDNN need it so.
     """
     if tensors.dense_bias is not None:
         bias = tensors.dense_bias[:, heads]
@@ -105,7 +105,7 @@ def arguments_of(workload: Workload, tensors: Tensors) -> dict[str, Any]:
         arguments["softcap"] = SOFTCAP
     if tensors.alibi_slopes is not None:
         arguments |= {"bias_type": "alibi", "alibi_slopes": tensors.alibi_slopes}
-    bias = bias_of(tensors, workload)
+    bias = bias_of(tensors, workload) if tensors.dense_bias is None else tensors.dense_bias
     if bias is not None:
         arguments |= {"bias_type": "post_scale_bias", "bias": bias}
     if tensors.sees is not None:

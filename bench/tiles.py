@@ -16,7 +16,6 @@ from flexattn.bench.implementations import (
     committed_launchers,
     committed_tile,
     one_kernel,
-    with_wish,
 )
 from flexattn.bench.inputs import Tensors
 from flexattn.bench.shapes import OLDER, Workload
@@ -106,7 +105,7 @@ def _implementation(kernel: str, tile: str) -> Implementation:
         return direction == KERNELS[kernel][0] and tile in older_tiles(kernel, workload)
 
     name = f"{PORTABLE_TILE} {kernel} {tile}"
-    return Implementation(name, flexattn.__version__, with_wish("never", prepare), compiles=True, serves=serves)
+    return Implementation(name, flexattn.__version__, prepare, compiles=True, serves=serves)
 
 
 def is_candidate(implementation: str) -> bool:

@@ -342,13 +342,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     from flexattn.kernels_cudnn.plans import PLANS, place_of
 
     device = _device_of(spec, x)
-    key = (
-        spec,
-        direction,
-        place_of(device),
-        shape_of(x),
-        *map(_is_aligned, (x.q, x.k, x.v, x.bias, *x.mod_tensors)),
-    )
+    key = (spec, direction, place_of(device), shape_of(x), *map(_is_aligned, (x.q, x.k, x.v, x.bias, *x.mod_tensors)))
     if key in prepared_calls:
         return
     with _failures():

@@ -17,13 +17,7 @@ from flexattn.compat import TorchDispatchMode, tree_flatten, tree_unflatten
 _aten = torch.ops.aten
 _EMPTY = _aten.empty.memory_format
 _ALLOCATIONS = frozenset(
-    (
-        _EMPTY,
-        _aten.empty_strided.default,
-        _aten.empty_like.default,
-        _aten.new_empty.default,
-        _aten.new_empty_strided.default,
-    )
+    (_EMPTY, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default)
 )
 _ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default))
 

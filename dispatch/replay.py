@@ -34,11 +34,7 @@ class Recording:
     """The steps that `record` recorded. `replay` is thread-safe, because each launch's buffer has a lock."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        results: Sequence[int | None],
-        device: torch.device,
-        numbers: Sequence[float] | None = None,
+        self, recorder: Recorder, results: Sequence[int | None], device: torch.device, numbers: Sequence[float] | None = None
     ) -> None:
         """numbers: the call's numbers (`runtime.call_numbers`) if only launches use them, otherwise None."""
         self.device = device

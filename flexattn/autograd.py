@@ -28,7 +28,7 @@ def attention(
 
     config: how q, k and v are quantised first, or None.
     """
-    if ops.is_differentiated(ops.tensors_of(x)):
+    if ops.is_differentiated((*ops.tensors_of(x), *x.descales)):
         from flexattn.second_order import attention as differentiated  # here, because few calls are under a transform
 
         return differentiated(x, settings)

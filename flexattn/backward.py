@@ -12,14 +12,7 @@ from flexattn import call_cache, fp8, ops, validation
 from flexattn.cached_call import CachedCall
 from flexattn.call_cache import CONSTANTS, CallKey, split_of
 from flexattn.call_options import BackwardOptions, taking
-from flexattn.dispatch.spec import (
-    FP32_GRADIENTS,
-    Fp32Gradients,
-    Operands,
-    Results,
-    dense_in,
-    parse_format,
-)
+from flexattn.dispatch.spec import FP32_GRADIENTS, Fp32Gradients, Operands, Results, dense_in, parse_format
 from flexattn.first_order import PART, guarded, refuse_batched
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare

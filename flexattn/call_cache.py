@@ -207,10 +207,7 @@ def _forget_recent() -> None:
 
 
 def look_up(
-    tensors: tuple[Tensor | None, ...],
-    others: tuple[object, ...],
-    window_size: Any,
-    mods: tuple[Any, Any, Any, Any] | None,
+    tensors: tuple[Tensor | None, ...], others: tuple[object, ...], window_size: Any, mods: tuple[Any, Any, Any, Any] | None
 ) -> tuple[CallKey | None, KeptCall | None]:
     """Returns the key of a call, or None if it has none, and the call that was kept with it, if any.
 

@@ -24,12 +24,7 @@ def record_forward(call: CachedCall, tensors: Sequence[Any]) -> tuple[Sequence[A
     also = _beside(call, backend)
     if call.launches_check and backend is not backend_module("triton"):
         also = triton_backend  # type: ignore[assignment]
-    found = _record(
-        call,
-        backend,
-        lambda: call.results(tensors, lambda x: backend.forward(call.spec, x)),
-        (tensors, tuple, also),
-    )
+    found = _record(call, backend, lambda: call.results(tensors, lambda x: backend.forward(call.spec, x)), (tensors, tuple, also))
     return found or (call.compute_forward(tensors), None)
 
 

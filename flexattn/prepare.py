@@ -16,16 +16,7 @@ from flexattn.dispatch import options
 from flexattn.dispatch.neutral import fixed_sizes, keep
 from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.pages import with_cu_seqlens
-from flexattn.dispatch.spec import (
-    BIAS_TYPES,
-    SOFTMAX_TYPES,
-    Band,
-    Operands,
-    Results,
-    make_band,
-    misses_diagonal,
-    parse_format,
-)
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, Results, make_band, misses_diagonal, parse_format
 
 if TYPE_CHECKING:
     from flexattn import fp8_ops

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexattn import ops
-from flexattn.dispatch import second_order
+from flexattn import compat, ops
+from flexattn.dispatch import second_order, triton_second_order
 from flexattn.dispatch.select import OWN_DROPOUT
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.first_order import PART
@@ -59,6 +59,12 @@ class Call:
 
     def spec_of(self, x: Operands) -> AttentionSpec:
         return ops.spec_to_run(x, self.settings)
+
+    def runs_kernels(self, spec: AttentionSpec, x: Operands, along: Tensors, wanted: Sequence[bool]) -> bool:
+        """Returns whether Triton kernels compute a tangent, or the derivatives of the wanted tensors, along these tangents."""
+        if triton_second_order.unsupported(spec, along, wanted):
+            return False
+        return ops.backend_name(spec, "forward", self.settings.backend, x) == "triton"
 
     def along(self, tangents: Tensors) -> list[Tensor | None]:
         """Returns the tangents of all inputs from the tangents of the wanted ones."""
@@ -155,7 +161,10 @@ class Tangent(_WithRule):
     @staticmethod
     def forward(call: Call, out: Tensor, lse: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
         x = call.operands(rest)
-        return second_order.tangent(call.spec_of(x), x, call.along(rest[call.ends[1] :]))
+        spec, along = call.spec_of(x), call.along(rest[call.ends[1] :])
+        if call.runs_kernels(spec, x, along, [False] * len(along)):
+            return triton_second_order.tangent(spec, x, out, lse, along)
+        return second_order.tangent(spec, x, along)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -232,7 +241,11 @@ class DoubleBackward(_WithRule):
         spec = call.spec_of(x)
         if x.dropout_p:
             refuse_own_dropout(spec, call.settings, x)
-        found = second_order.double_backward(spec, x, dout, dlse, call.along(rest[call.ends[1] :]), call.wanted)
+        along = call.along(rest[call.ends[1] :])
+        if call.runs_kernels(spec, x, along, call.wanted):
+            found = triton_second_order.double_backward(spec, x, (out, lse), (dout, dlse), along)
+        else:
+            found = second_order.double_backward(spec, x, dout, dlse, along, call.wanted)
         return found.ddout, found.ddlse, *(t for t in found.inputs if t is not None)
 
     @staticmethod
@@ -304,3 +317,15 @@ def refuse_own_dropout(spec: AttentionSpec, settings: ops.Settings, x: Operands)
             f"attention() with dropout has no forward-mode and no second derivative on {name}, which drops other weights than the "
             "other backends; accepted: backend='triton', or dropout_p 0"
         )
+
+
+def _run_as_they_are() -> None:
+    """Keeps torch.compile, which has no double backward, from tracing these functions, by a graph break."""
+    for function in (attention, differentiable, _WithRule.vmap.__func__, _NoThird.vmap):  # type: ignore[attr-defined]
+        compat.runs_as_it_is(function)
+    for cls in (Attend, Tangent, Backward, DoubleBackward, _NoThird):
+        for method in (cls.forward, cls.setup_context, cls.backward, cls.jvp):
+            compat.runs_as_it_is(method)
+
+
+_run_as_they_are()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from flexattn.block_mask import BLOCK_TENSORS, Kept
 from flexattn.call_options import Arguments, Fp8Options, LengthOptions, without_defaults
 from flexattn.compat import tree_map
+from flexattn.dispatch.options import batch_invariant
 from flexattn.dispatch.spec import parse_format
 from flexattn.mods.trace import Mod, find_all_captures
 from flexattn.ops import new_rng_state
@@ -139,6 +140,7 @@ def _kinds(
     shared = batch if bias is None or bias.shape[0] == 1 else math.gcd(batch, bias.shape[0])  # ranks get whole groups of entries
     left = {"heads": math.gcd(*heads), "batch": shared}
     has_lengths = any(arguments.get(name) is not None for name in _OF_ROWS)
+    is_invariant = arguments["batch_invariant"] or batch_invariant()
     mask = arguments["block_mask"]
     if mask is not None and mask.kv_num_blocks.shape[:2] != (1, 1):
         left = {"heads": 1, "batch": 1}  # its lists would have to be divided too
@@ -148,7 +150,7 @@ def _kinds(
         letter = q_format[place.dim] if isinstance(place, Shard) else ""
         kind = {"h": "heads", "b": "batch" if batch else "all"}.get(letter, "all")
         size = mesh.size(dim)
-        if letter == "s" and q_format == kv_format and "sequence" not in kinds and not has_lengths:
+        if letter == "s" and q_format == kv_format and not ("sequence" in kinds or has_lengths or is_invariant):
             kinds.append("sequence")
             continue
         if kind != "all" and left[kind] % size == 0:
@@ -159,7 +161,7 @@ def _kinds(
                     f"sharded {letter} {heads} {batch} {size}",
                     f"q is sharded over {letter!r} of {q_format}, {size} ways, and attention() gathers it on every rank; it stays "
                     "sharded over heads or a batch that can be divided by as many ranks, k's and v's heads too, or over the "
-                    "sequence of a dense call without lengths or pages",
+                    "sequence of a dense call without lengths, pages or batch_invariant",
                 )
             kind = "all"
         kinds.append(kind)

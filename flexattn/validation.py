@@ -18,15 +18,7 @@ from flexattn import compat
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.neutral import is_ordinary
 from flexattn.dispatch.options import check_name as check_name
-from flexattn.dispatch.spec import (
-    FORMATS,
-    PACKINGS,
-    Operands,
-    Results,
-    as_index,
-    is_host_number,
-    parse_format,
-)
+from flexattn.dispatch.spec import FORMATS, PACKINGS, Operands, Results, as_index, is_host_number, parse_format
 from flexattn.warn import warn_once
 
 if TYPE_CHECKING:
@@ -246,6 +238,8 @@ def check_out(out: Any, q: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bo
         raise ValueError("out is given and a gradient is needed. Call attention() under torch.no_grad(), or do not pass out.")
     if torch.compiler.is_compiling() or out.is_meta or type(out) not in (Tensor, torch.nn.Parameter):
         return
+    if compat.is_batched(out):
+        raise RuntimeError("out belongs to torch.vmap, and attention() has no rule for torch.vmap; leave out out, or map nothing")
     if out.data_ptr() % 16:
         raise ValueError(f"out begins at address {out.data_ptr():#x}. Pass a tensor that begins at a multiple of 16 bytes.")
 

@@ -49,9 +49,10 @@ class Target(NamedTuple):
 TARGETS = [
     Target("lines of source", most=65_000),
     Target("lines in the wheel", most=61_000),
-    Target("lines of device code, without mma", most=8_000, holds=True),
+    Target("lines of device code, without mma and later features", most=8_000, holds=True),
     Target("lines of device code for mma.sync", most=750, holds=True),  # a family for GPUs that had none when the targets were set
-    Target("lines of device code for lists of keys", most=450, holds=True),  # likewise
+    Target("lines of device code for lists of keys", most=450, holds=True),  # a feature that came after the targets
+    Target("lines of device code for second derivatives", most=380, holds=True),  # likewise
     Target("lines of tests"),
     Target(f"listings of {MANY} or more arguments of attention", most=8, holds=True),
     Target(f"files of flexattn (without {', '.join(sorted(DOORS))}) and dispatch that name {ONE_ARGUMENT}", most=6, holds=True),
@@ -105,7 +106,10 @@ def measured(root: Path) -> dict[str, float]:
     values: dict[str, float] = {
         "lines of source": sum(map(_length, source)),
         "lines in the wheel": sum(_length(module) for module in source if is_in_wheel(module, root)),
-        "lines of device code, without mma": sum(path.parts[1] not in ("mma", "sparse") for path, _ in device_lines),
+        "lines of device code, without mma and later features": sum(
+            path.parts[1] not in ("mma", "second_order", "sparse") for path, _ in device_lines
+        ),
+        "lines of device code for second derivatives": sum(path.parts[1] == "second_order" for path, _ in device_lines),
         "lines of device code for mma.sync": sum(path.parts[1] == "mma" for path, _ in device_lines),
         "lines of device code for lists of keys": sum(path.parts[1] == "sparse" for path, _ in device_lines),
         "lines of tests": sum(_length(module) for module in found if module.path.parts[0] == "tests"),

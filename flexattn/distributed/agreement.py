@@ -59,7 +59,7 @@ def digest_of(t: Tensor | None) -> str | None:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
-def numbers_of(mod: object) -> tuple[Any, ...]:
+def numbers_of(mod: object) -> tuple[object, ...]:
     """Returns digests of the values that a mod reads, the same in any process. A mod without a key gives none."""
     captures = find_captures(mod)
     whole = hashlib.sha256(repr(_plain(captures.key)).encode()).hexdigest()[:16]

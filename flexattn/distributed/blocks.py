@@ -31,7 +31,7 @@ class Blocks:
     kinds: Tensor
     size_q: int
     size_kv: int
-    mask_mod: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
+    mask_mod: Callable[..., object] | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def digest(self) -> str:

@@ -214,7 +214,7 @@ def _call(
             blocks,
             **hull_rows,
         )
-    packing: dict[str, Any] = {}
+    packing: dict[str, object] = {}
     for (side, runs), hull in zip(sides.items(), hulls, strict=True):
         ends = [0]
         for run in runs:
@@ -494,12 +494,7 @@ class Calls(NamedTuple):
 
 
 def attend_all(
-    calls: Calls,
-    part: Part,
-    context: tuple[Scores, Shared],
-    lanes: Lanes,
-    into: Results | None = None,
-    own: Part | None = None,
+    calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: Lanes, into: Results | None = None, own: Part | None = None
 ) -> Results:
     """Returns out and lse of all queries of a part. Each call includes the sink.
 

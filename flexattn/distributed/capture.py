@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = "ProcessGroup | None"  # None: the default group, as torch.distributed takes it
 _Table = TypeVar("_Table")
-_read: dict[int, Any] = {}  # tables that a captured graph may read, by id
+_read: dict[int, object] = {}  # tables that a captured graph may read, by id
 
 
 def is_over_nccl(group: Group) -> bool:

@@ -87,7 +87,7 @@ def _to_json(names: tuple[str, ...], values: tuple[object, ...]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _from_json(static: str) -> dict[str, Any]:
-    options: dict[str, Any] = json.loads(static)
+    options: dict[str, object] = json.loads(static)
     return options
 
 
@@ -236,7 +236,7 @@ def _forward(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return from_bshd(out, call.qkv_format).contiguous(), lse.contiguous(), max_logit, state
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any) -> tuple[Any, ...]:
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any) -> tuple[object, ...]:
     x = _Operands(*operands)
     static = _from_json(x.static)
     # Eager gradients use autograd, which torch turns off inside an operator.
@@ -272,7 +272,7 @@ def _forward_fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q.new_empty((*q.shape[:-1], x.v.shape[-1]), dtype=dtype), lse, max_logit, state
 
 
-def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any) -> tuple[Any, ...]:
+def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any) -> tuple[object, ...]:
     x = _Operands(*operands)
     wanted = dict(zip(_Operands._fields, _from_json(x.static)["wanted"], strict=False))
     dense = [

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexattn import functional, validation
-from flexattn.dispatch.spec import SOFTMAX_TYPES, as_bshd, from_bshd, parse_format
+from flexattn import functional, ops, validation
+from flexattn.dispatch.spec import as_bshd, from_bshd, parse_format
 from flexattn.distributed import agreement, capture
 from flexattn.distributed.exchange import all_gather, waiting
 from flexattn.functional import chosen
@@ -40,7 +40,7 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
         options: arguments of `flexattn.attention` for this rank's keys. Positions count from this rank's first key. One query sees
             all keys, so it needs no mask, or "padding" if a cache is not full. For several new queries, as in speculative decoding,
             the rank with their keys passes "causal_bottom_right" and the others "no_mask". softmax_type and softmax_offset must be
-            equal on all ranks. A sink is added once, after the exchange. return_lse returns (out, lse).
+            equal on all ranks. The first rank alone adds the sink. return_lse returns (out, lse).
 
     Raises:
         ValueError, TypeError: an error of `flexattn.attention`; dropout, ALiBi or FP8, which cannot be split; q, k or v requires a
@@ -56,11 +56,8 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
     error, own = None, {}
     try:
         _refuse((q, k, v), options)
-        x, _ = functional.bind_call(q, k, v, **options)
-        q_format, _ = parse_format(options.get("qkv_format", "bshd"))
-        heads = q.shape[q_format.index("h")]
-        validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
-        validation.check_softmax_offset(softmax_type, offset, q, heads)
+        x, settings = functional.bind_call(q, k, v, **options, softmax_type=softmax_type, softmax_offset=offset)
+        q_format, _ = parse_format(settings.qkv_format)
         own = {"q": (tuple(q.shape), str(x.q.dtype)), "v's head dim": v.shape[-1], "softmax_type": softmax_type}
     except (TypeError, ValueError) as e:
         error = e
@@ -68,10 +65,11 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
         capture.check(group, q.device)
     agreement.agree(group, "flexattn.distributed.attention_over_ranks", own, error)
     with torch.no_grad():
+        ops.backend_name(ops.spec_to_run(x, settings), "forward", settings.backend, x)  # if none takes a sink, all ranks raise
+        if dist.get_rank(group) == 0:  # not in the merge, where nothing tells a query without keys from a token of no sequence
+            options |= {"softmax_type": softmax_type, "softmax_offset": offset}
         out, lse = functional.attention(q, k, v, **options, return_lse=True)
-        if softmax_type == "off-by-one":
-            offset = torch.zeros(heads, dtype=torch.float32, device=q.device)
-        out, lse = merge_over_ranks(out, lse, group=group, qkv_format=q_format, softmax_offset=offset)
+        out, lse = merge_over_ranks(out, lse, group=group, qkv_format=q_format)
     return chosen(out, lse, None, return_lse, False)
 
 
@@ -102,7 +100,7 @@ def merge_over_ranks(
         out, lse: results of `flexattn.attention(..., return_lse=True)` without a sink. A rank without keys has out 0 and lse -inf.
         group: a process group, or a DeviceMesh of one dim.
         qkv_format: the format of the queries.
-        softmax_offset: [h], a sink that is added once, or None.
+        softmax_offset: [h], a sink that is added once, or None. It becomes the lse of tokens beyond their sequence's length too.
 
     Raises:
         ValueError, TypeError: tensors that do not match. RuntimeError: the exchange failed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def differentiate(
     fp8_call: Fp8Call,
     descales: Sequence[Tensor],
     dout8: Tensor | None,
-    arguments: dict[str, Any],
+    arguments: dict[str, object],
     fp32: Fp32Gradients,
 ) -> Gradients:
     """Returns the gradients of a local call in FP8. descales: for q, k and v, and for dout8 if there is one.

@@ -464,19 +464,13 @@ def _start_messages(messages: list[dist.P2POp], what: str, group: Group) -> Sequ
 RING = "a step of the ring"
 
 
-def rotate(x: Tensor, rows: int, group: Group) -> tuple[Tensor, Sequence[Work]]:
-    """Starts to send x to the next rank and to receive `rows` rows from the previous one. Returns these and the work objects."""
+def rotate(x: Tensor, rows: int, group: Group) -> PendingReceive:
+    """Starts to send x to the next rank and to receive `rows` rows from the previous one."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     received = x.new_empty((rows, *x.shape[1:]))
-    messages = []
+    messages, sent = [], x.contiguous()
     if x.shape[0]:
-        messages.append(dist.P2POp(dist.isend, as_sent(x.contiguous()), group=group, group_peer=(rank + 1) % ranks))
+        messages.append(dist.P2POp(dist.isend, as_sent(sent), group=group, group_peer=(rank + 1) % ranks))
     if rows:
         messages.append(dist.P2POp(dist.irecv, as_sent(received), group=group, group_peer=(rank - 1) % ranks))
-    return received, _start_messages(messages, RING, group)
-
-
-def wait(works: Sequence[Work], group: Group) -> None:
-    with waiting(RING, group):
-        for work in works:
-            work.wait()
+    return PendingReceive((received,), _start_messages(messages, RING, group), (sent,), RING)

@@ -14,15 +14,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    plan: Plan,
-    strategy: str | None = None,
-    **options: Unpack[Options],
-) -> Any:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, strategy: str | None = None, **options: Unpack[Options]) -> Any:
     """Returns attention of this rank's queries over the keys of all ranks, as one process computes it for the full sequence.
 
     Every rank of the plan's group must call it with the same options, and must differentiate it. The gradients of q, k and v belong

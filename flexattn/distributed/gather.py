@@ -192,14 +192,13 @@ class Gather(NamedTuple):
         if place is None:
             totals = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v))
         shared_sums = shared.zeros()
-        pending_gradients: _PendingGradients | None = None
+        # gradients of a slice in transit, this rank's part of the sums, and the rows for the sums
+        pending_gradients: tuple[exchange.PendingReceive, Sequence[Tensor], Sequence[Tensor]] | None = None
 
         def finish() -> None:
             """Writes the sums of the slice whose gradients are in transit, if there is one."""
             if pending_gradients is not None:
-                exchange.finish_reduce_scatter(
-                    pending_gradients.pending, pending_gradients.sums, pending_gradients.totals, reduce_scatter, group
-                )
+                exchange.finish_reduce_scatter(*pending_gradients, reduce_scatter, group)
 
         for i, (q_heads, kv_heads) in enumerate(fetcher.slices):
             heads = slice(*q_heads)
@@ -231,7 +230,7 @@ class Gather(NamedTuple):
                 lanes.meet()
             with lanes.back():
                 finish()
-                pending_gradients = _PendingGradients(pending, sums, rows)
+                pending_gradients = pending, sums, rows
                 lanes.keep(*gradients.kept)
         with lanes.back():
             finish()
@@ -239,14 +238,6 @@ class Gather(NamedTuple):
         dk, dv = totals
         assert dq is not None
         return InputGradients(dq, dk, dv, shared_sums)
-
-
-class _PendingGradients(NamedTuple):
-    """Gradients of a slice in transit, this rank's part of the sums, and the rows for the sums."""
-
-    pending: exchange.PendingReceive
-    sums: Sequence[Tensor]
-    totals: Sequence[Tensor]
 
 
 class _SliceFetcher:

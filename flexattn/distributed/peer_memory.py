@@ -243,7 +243,7 @@ def _make_group_memory(group: Group, device: torch.device) -> PeerMemory | None:
     """Returns a group's memory, or None if ranks are on several hosts or a GPU cannot read another's memory."""
     if group is None or not is_over_nccl(group):
         return None
-    ranks: list[Any] = [None] * group.size()
+    ranks: list[object] = [None] * group.size()
     dist.all_gather_object(ranks, _host_and_gpus(device), group=group)
     hosts, gpus, unread = zip(*ranks, strict=True)
     is_near = len(set(hosts)) == 1 and not any(names & set(gpus) for names in unread)

@@ -80,16 +80,7 @@ class Plan:
     @functools.cached_property
     def digest(self) -> str:
         """Returns a text that is equal for equal plans, in any process."""
-        whole = (
-            self.ranks,
-            self.host,
-            self.layout,
-            self.strategy,
-            self.is_packed,
-            self.q_runs,
-            self.kv_runs,
-            self.mask.digest,
-        )
+        whole = (self.ranks, self.host, self.layout, self.strategy, self.is_packed, self.q_runs, self.kv_runs, self.mask.digest)
         return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -102,7 +93,7 @@ class Plan:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         return own | {"group": None, "host_groups": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
 

@@ -7,8 +7,7 @@ https://arxiv.org/abs/2310.01889).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +16,10 @@ from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.distributed import calls as local_calls
 from flexattn.distributed.calls import Call, InputGradients, Part, Results, Scores, Seeds, Shared
 from flexattn.distributed.capture import tables
-from flexattn.distributed.exchange import rotate, wait
+from flexattn.distributed.exchange import PendingReceive, rotate
 from flexattn.distributed.layout import size_of
 from flexattn.distributed.mask import merged
 from flexattn.distributed.plans import Plan
-
-if TYPE_CHECKING:
-    from torch.distributed import Work
 
 
 @tables(32)
@@ -50,8 +46,9 @@ class Ring(NamedTuple):
         wants_positions = wants_positions or has_blocks
         return _steps(self.plan, has_slopes, wants_positions, device)
 
-    def _rows_of_step(self, step: int) -> int:
-        return size_of(self.plan.kv_runs[(self.plan.rank - step) % self.plan.ranks])
+    def _rotate(self, x: Tensor, step: int) -> PendingReceive:
+        """Starts to send x to the next rank, and to receive the same for the keys that this rank has in a step."""
+        return rotate(x, size_of(self.plan.kv_runs[(self.plan.rank - step) % self.plan.ranks]), self.plan.group)
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors that a backward needs besides results: the inputs, because keys travel again."""
@@ -69,14 +66,12 @@ class Ring(NamedTuple):
         results.lse.fill_(float("-inf"))
         kv = local_calls.concatenate_kv(k, v, plan.is_packed)
         for step, calls in enumerate(self._steps(shared, q.device)):
-            if step + 1 < plan.ranks:
-                received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
+            arriving = self._rotate(kv, step + 1) if step + 1 < plan.ranks else None
             for call in calls:
                 local, _, _ = local_calls.rows_of_call(call, Part(q, *local_calls.split_kv(kv, dim, plan.is_packed)))
                 local_calls.merge_into(results, call, *local_calls.attend(call, local, self.scores, shared, None, is_partial=True))
-            if step + 1 < plan.ranks:
-                wait(works, plan.group)
-                kv = received
+            if arriving is not None:
+                [kv] = arriving.wait(plan.group)
         if shared.softmax_offset is not None:
             results = local_calls.add_sink(results, shared.softmax_offset)
         results = results._replace(out=results.out.to(self.scores.out_dtype(q)))
@@ -92,31 +87,24 @@ class Ring(NamedTuple):
         steps = self._steps(shared, q.device)
         fp32: Fp32Gradients = "dqkv" if plan.ranks > 1 or len(steps[0]) > 1 else "none"
         for step, calls in enumerate(steps):
-            if step + 1 < plan.ranks:
-                received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
+            arriving = self._rotate(kv, step + 1) if step + 1 < plan.ranks else None
             if step:  # the previous rank's sums arrive while this step's gradients are computed
-                travelling = rotate(grad, self._rows_of_step(step), plan.group)
+                travelling = self._rotate(grad, step)
             part = Part(q, *local_calls.split_kv(kv, dim, packed))
             context = self.scores, shared
             all_gradients = [
                 local_calls.differentiate(call, part, Results(out, lse), seeds, context, shared_sums, fp32) for call in calls
             ]
             if step:
-                grad = self._arrived(travelling)
+                [grad] = travelling.wait(plan.group)
             dk, dv = local_calls.split_kv(grad, dim, packed)
             for call, gradients in zip(calls, all_gradients, strict=True):
                 _, rows, keys = local_calls.rows_of_call(call, part)
                 dq[rows] += gradients.dq
                 dk[keys] += gradients.dk
                 dv[keys] += gradients.dv
-            if step + 1 < plan.ranks:
-                wait(works, plan.group)
-                kv = received
+            if arriving is not None:
+                [kv] = arriving.wait(plan.group)
         if plan.ranks > 1:
-            grad = self._arrived(rotate(grad, self._rows_of_step(plan.ranks), plan.group))
+            [grad] = self._rotate(grad, plan.ranks).wait(plan.group)
         return InputGradients(dq, *local_calls.split_kv(grad, dim, packed), shared_sums)
-
-    def _arrived(self, travelling: tuple[Tensor, Sequence[Work]]) -> Tensor:
-        received, works = travelling
-        wait(works, self.plan.group)
-        return received

@@ -50,11 +50,7 @@ class SumSteps(NamedTuple):
                     taken.append(())
                 new, rest = tuple(without(rest, taken[level])), tuple(common(taken[level], rest))
                 levels[level] += [
-                    RowMove(
-                        slice(start + moved, stop + moved),
-                        source,
-                        slice(start - run.start + first, stop - run.start + first),
-                    )
+                    RowMove(slice(start + moved, stop + moved), source, slice(start - run.start + first, stop - run.start + first))
                     for start, stop in new
                 ]
                 taken[level] = union((*taken[level], *new))

@@ -217,10 +217,7 @@ def _to_heads_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, .
 
 def _to_rows_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: HeadRuns, group: Group) -> Tensor:
     own, row = size_of(runs[dist.get_rank(group)]), _head_row(x)
-    sends, receives = (
-        [size_of(part) * row * x.shape[-2] for part in runs],
-        [own * row * run.size for run in heads.by_rank],
-    )
+    sends, receives = ([size_of(part) * row * x.shape[-2] for part in runs], [own * row * run.size for run in heads.by_rank])
     received = x.new_empty(sum(receives))
     all_to_all(received, _in_order(x, _order(runs, False, x.device)).view(-1), (receives, sends), group, wait=True)
     if heads.are_even:

@@ -153,7 +153,7 @@ def _window(attn_bias: object) -> tuple[int, int]:
     return getattr(attn_bias, "window_left", -1), getattr(attn_bias, "window_right", -1)
 
 
-def _packed(attn_bias: Any, mask_type: str, q: Tensor, k: Tensor) -> dict[str, Any]:
+def _packed(attn_bias: Any, mask_type: str, q: Tensor, k: Tensor) -> dict[str, object]:
     """Returns `attention`'s arguments for an attn_bias of packed sequences."""
     info_q, info_k = attn_bias.q_seqinfo, attn_bias.k_seqinfo
     for name, x, info in (("query", q, info_q), ("key", k, info_k)):

@@ -135,7 +135,7 @@ def on_host(*arrays: jax.Array, call: AppendCall) -> Any:
     return jax.ffi.ffi_call(_NAME, shapes, input_output_aliases=aliases)(*arrays, call=call.text)
 
 
-def on_cuda(*arrays: jax.Array, call: AppendCall) -> Any:
+def on_cuda(*arrays: jax.Array, call: AppendCall) -> object:
     """Returns the updated arrays, in a trace for a CUDA device: XLA launches the kernel."""
     signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
     return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)

@@ -85,7 +85,7 @@ def loop(primitive: Primitive, arrays: Sequence[jax.Array], dims: Sequence[int |
     moved = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
     mapped = [x for x in moved if x is not None]
 
-    def run_one(parts: Any) -> Any:
+    def run_one(parts: Any) -> object:
         remaining = iter(parts)
         return primitive.bind(*(x if m is None else next(remaining) for x, m in zip(arrays, moved, strict=True)), call=call)
 
@@ -102,7 +102,7 @@ def _move_to_front(x: jax.Array, dim: int | None, n: int) -> jax.Array:
     return jnp.broadcast_to(x, (n, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n: int = 0) -> tuple[int, list[Any], Call]:
+def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n: int = 0) -> tuple[int, list[object], Call]:
     """Returns the number of joined calls, the joined operands, and the joined call."""
     n = n or _mapped_size(arrays, dims)
     operands_and_dims: dict[str, tuple[Any, Any]] = dict(zip(call.names(), zip(arrays, dims, strict=True), strict=False))
@@ -135,7 +135,7 @@ def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n
     return n, operands, call._replace(present=present)
 
 
-def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: int, tokens: int) -> dict[str, Any]:
+def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: int, tokens: int) -> dict[str, object]:
     """Returns cu_seqlens of n calls as one array. tokens: number of tokens of each call in a packed format, else 0."""
     name = f"cu_seqlens_{side}"
     cu = _move_to_front(*operands_and_dims[name], n)

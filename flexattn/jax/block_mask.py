@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class BlockMask(NamedTuple):
     block_size: tuple[int, int]
     seq_lengths: tuple[int, int]
 
-    def stand_in(self, lists: list[Tensor], mask_mod: mods.Mod) -> Any:
+    def stand_in(self, lists: list[Tensor], mask_mod: mods.Mod) -> object:
         """Returns a substitute for torch's BlockMask that `attention`'s checks accept, with tensors as lists."""
         named = dict(zip(NAMES, lists, strict=True))
         return SimpleNamespace(**named, BLOCK_SIZE=self.block_size, mask_mod=mask_mod, seq_lengths=self.seq_lengths)

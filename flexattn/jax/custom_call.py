@@ -119,7 +119,7 @@ def _with_parameters_in_order(ptx: str, order: Sequence[int]) -> str:
     return ptx[: entry.start()] + entry[1] + "\n\t" + ",\n\t".join(moved) + "\n" + entry[3] + ptx[entry.end() :]
 
 
-def _descriptor(lib: Any, descriptor: Any, meta: Any) -> list[Any]:
+def _descriptor(lib: Any, descriptor: Any, meta: Any) -> list[object]:
     """Returns the parameters of a tensor map, which jaxlib encodes from its buffer's address, and of its shape and strides."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 

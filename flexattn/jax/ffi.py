@@ -90,7 +90,7 @@ def register(name: str, run: Run) -> None:
 _handlers: list[Any] = []  # XLA keeps their addresses
 
 
-def capsule(function: Any) -> Any:
+def capsule(function: Any) -> object:
     """Returns a handler's capsule for `jax.ffi.register_ffi_target`; the handler must live as long as the process."""
     return jax.ffi.pycapsule(c.cast(function, c.c_void_p).value)
 
@@ -102,7 +102,7 @@ def handler(run: Run, platform: Platform) -> Any:
     current stream meanwhile. An exception is printed, and fails the program with its text.
     """
 
-    def handle(pointer: Any) -> Any:
+    def handle(pointer: Any) -> object:
         frame = pointer.contents
         try:
             if _answers_metadata(frame) or frame.stage != _EXECUTE:

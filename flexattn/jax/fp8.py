@@ -272,7 +272,7 @@ def _dequantize_forward(source: Any, data: jax.Array, scale: jax.Array, dtype: D
     return _dequantize(source, data, scale, dtype), (jnp.zeros((), source.dtype), data, scale)
 
 
-def _dequantize_backward(dtype: DTypeLike, saved: Any, gradient: jax.Array) -> Any:
+def _dequantize_backward(dtype: DTypeLike, saved: Any, gradient: jax.Array) -> object:
     like, data, scale = saved
     return gradient.astype(like.dtype), jnp.zeros_like(data), jnp.zeros_like(scale)
 

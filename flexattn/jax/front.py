@@ -122,7 +122,7 @@ def attend(
 
 def _key(arguments: Mapping[str, Any], names: tuple[str, str]) -> Hashable | None:
     """Returns the key of a call, with everything that its checks and its form depend on; None if it has none, as with mods."""
-    parts: list[Any] = [names, state_around(), jax.config.jax_enable_x64]
+    parts: list[object] = [names, state_around(), jax.config.jax_enable_x64]
     if parts[1] is None:
         return None
     arrays = []
@@ -148,7 +148,7 @@ class _Kept(NamedTuple):
     """
 
     sources: tuple[str, ...]
-    run: Callable[[Sequence[Any]], tuple[Any, ...]]
+    run: Callable[[Sequence[Any]], tuple[object, ...]]
 
     @classmethod
     def of(cls, given: _Given, arguments: Mapping[str, object], names: tuple[str, str]) -> _Kept | None:
@@ -395,7 +395,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
         amaxes = dict(zip(("q", "k", "v", "out"), more[-4:], strict=True)) if one.is_delayed else {}
         return (out, lse, *more), (arrays, out, lse, amaxes, _Static((one, tuple(sources))))
 
-    def backward(saved: Any, cotangents: Any) -> Any:
+    def backward(saved: Any, cotangents: Any) -> object:
         arrays, out, lse, amaxes, static = saved
         one, sources = static.value
         zero = jax.custom_derivatives.SymbolicZero
@@ -403,7 +403,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
         incoming = [jnp.zeros(out.shape, out.dtype) if isinstance(dout, zero) else dout]
         incoming += [] if isinstance(dlse, zero) else [dlse]
         found = bind(backward_p, [*_operands(arrays, sources), out, lse, *incoming], one)
-        gradients: list[Any] = [None] * len(arrays)
+        gradients: list[object] = [None] * len(arrays)
         if one.is_delayed:
             *found, amax = found
             for place, noted in given.noted(arrays, amaxes | {"dout": amax}).items():
@@ -420,7 +420,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
     def run(arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
         arrays = tuple(alike(arrays))
         try:
-            found: tuple[Any, ...] = call(arrays)
+            found: tuple[object, ...] = call(arrays)
         except NotImplementedError as e:
             if "symbolic_zeros support with shard_map" not in str(e):
                 raise

@@ -160,9 +160,9 @@ class _Writer:
             return f"{value.name}[{text}]" if text else value.name
         return f"torch.full((), {value.text}, dtype={value.dtype})" if value.is_number else value.text
 
-    def run(self, jaxpr: Any, consts: Sequence[jax.Array], arguments: Sequence[object]) -> list[Any]:
+    def run(self, jaxpr: Any, consts: Sequence[jax.Array], arguments: Sequence[object]) -> list[object]:
         """Writes a jaxpr's equations and returns its results. arguments: values, or names of the function's own arguments."""
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env: dict[object, object] = dict(zip(jaxpr.constvars, consts, strict=True))
         producers = {out: e for e in jaxpr.eqns for out in e.outvars}
         for var, value in zip(jaxpr.invars, arguments, strict=True):
             env[var] = _Scalar(value, self.kept_dtype(var.aval)) if isinstance(value, str) else value
@@ -240,7 +240,7 @@ class _Writer:
             else table
         )
 
-    def view(self, name: str, value: Any, e: Any) -> Any:
+    def view(self, name: str, value: Any, e: Any) -> object:
         """Returns a value with other dims; only dims of size 1 are added or removed."""
         shape, new = e.invars[0].aval.shape, e.outvars[0].aval.shape
         if shape == new and name != "transpose":
@@ -304,7 +304,7 @@ class _Writer:
         return _Scalar(f"x{self.count}", dtype)
 
 
-def _unwrapped(producers: Mapping[Any, Any], x: object) -> Any:
+def _unwrapped(producers: Mapping[object, Any], x: object) -> object:
     """Returns i of select_n(i < 0, i, i + n), which JAX creates for an index; a read handles negative indices itself."""
     e = None if isinstance(x, Literal) else producers.get(x)
     if e is None or e.primitive.name != "select_n" or len(e.invars) != 3:

@@ -50,8 +50,8 @@ def _scales(call: Call, avals: Sequence[jax.core.ShapedArray]) -> list[Any]:
     return [meta_tensor(name, aval) for name, aval in zip(call.names(), avals, strict=False) if name == "scales"]
 
 
-def _abstract(shapes: Any) -> Any:
-    def result(shape: jax.ShapeDtypeStruct, like: Any) -> Any:
+def _abstract(shapes: Any) -> object:
+    def result(shape: jax.ShapeDtypeStruct, like: Any) -> object:
         if not like.mat.varying:
             return jax.core.ShapedArray(shape.shape, shape.dtype)
         sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape.shape)))
@@ -87,7 +87,7 @@ def _on_host(name: str, shapes: object) -> Any:
     return run
 
 
-def _on_cuda(name: str, shapes: object, planned: Any) -> Any:
+def _on_cuda(name: str, shapes: object, planned: Any) -> object:
     def run(*arrays: jax.Array, call: Call) -> Any:
         if call.settings.backend not in cuda.HOSTED:
             return planned(call, arrays)
@@ -96,7 +96,7 @@ def _on_cuda(name: str, shapes: object, planned: Any) -> Any:
     return run
 
 
-def _call_handler(name: str, shapes: Any, call: Call, arrays: Any) -> Any:
+def _call_handler(name: str, shapes: Any, call: Call, arrays: Any) -> object:
     return jax.ffi.ffi_call(name, shapes(call, arrays))(*arrays, call=call.text)
 
 
@@ -104,7 +104,7 @@ def _direction(name: str) -> Direction:
     return "forward" if name == host.FORWARD else "backward"
 
 
-def _refuse_platform(*arrays: jax.Array, call: Call) -> Any:
+def _refuse_platform(*arrays: jax.Array, call: Call) -> object:
     raise NotImplementedError(
         "flexattn.jax runs on CUDA devices and on CPUs; accepted: a computation on one of those, for example under "
         "jax.default_device(jax.devices('cpu')[0])"
@@ -117,7 +117,7 @@ def _no_second_order(*_: object, **__: object) -> Any:
     )
 
 
-def primitive(name: str, shapes: object) -> Any:
+def primitive(name: str, shapes: object) -> Primitive:
     """Returns a new primitive with a parameter `call`; shapes: a function of the call and its operands to the results' shapes."""
     new = Primitive(name)
     new.multiple_results = True

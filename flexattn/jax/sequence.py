@@ -270,15 +270,15 @@ class _Origin(NamedTuple):
     key: jax.Array
     by_eights: bool = True  # whether key is a multiple of 8
 
-    def mods(self, options: dict[str, Any], window: Window | None) -> dict[str, Any]:
+    def mods(self, options: dict[str, Any], window: Window | None) -> dict[str, object]:
         """Returns score_mod and mask_mod with positions of the whole sequence as arguments.
 
         window: a window that mask_mod must apply too, because its diagonal depends on the device.
         """
-        mods: dict[str, Any] = {}
+        mods: dict[str, object] = {}
         score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
 
-        def shift(b: object, q_idx: jax.Array, kv_idx: jax.Array) -> tuple[Any, Any]:
+        def shift(b: object, q_idx: jax.Array, kv_idx: jax.Array) -> tuple[object, object]:
             query, key = (origin[b] if origin.ndim else origin for origin in (self.query, self.key))
             return q_idx + query, kv_idx + key
 
@@ -287,7 +287,7 @@ class _Origin(NamedTuple):
                 s, b, h, *shift(b, q_idx, kv_idx), *extra, **named
             )
         left, right = window or (None, None)
-        masks: list[Callable[..., Any]] = [] if mask_mod is None else [mask_mod]
+        masks: list[Callable[..., object]] = [] if mask_mod is None else [mask_mod]
         masks += [lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left] if left is not None else []
         masks += [lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right] if right is not None else []
         if masks:

@@ -45,7 +45,7 @@ def partitioned(primitive: Primitive, layout_of: Callable[[object, Sequence[tupl
 
         layout = layout_of(call, [tuple(x.shape) for x in arrays])
 
-        def partition(mesh: jax.sharding.Mesh, operand_infos: Any, results: object) -> Any:
+        def partition(mesh: jax.sharding.Mesh, operand_infos: Any, results: object) -> object:
             axes = _axes(layout, operand_infos)
 
             def local(*arrays: jax.Array) -> Any:
@@ -185,7 +185,9 @@ def _sharding(mesh: jax.sharding.Mesh, factors: Factors, axes: dict[str, tuple[s
     return NamedSharding(mesh, PartitionSpec(*(axes.get(_names(factor)[0]) for factor in factors)))
 
 
-def _reduce(x: jax.Array, reduce: Callable[[Any, Any], Any], factors: Factors, axes: dict[str, tuple[str, ...]]) -> Any:
+def _reduce(
+    x: jax.Array, reduce: Callable[[Any, object], jax.Array], factors: Factors, axes: dict[str, tuple[str, ...]]
+) -> jax.Array:
     own_names = {name for factor in factors for name in _names(factor)}
     over = tuple(axis for name, chosen_axes in axes.items() if name not in own_names for axis in chosen_axes)
     return reduce(x.astype(jnp.float32), over).astype(x.dtype) if over else x

@@ -98,12 +98,12 @@ class _Walk:
         self.reports: list[type] = []  # classes whose special methods are called on copies
         # Places that were read, for a memo:
         self.is_all_known = True  # no other place was read
-        self.entries: list[tuple[Callable[..., Any], str, Any]] = []  # `get` of a dict, name, value
-        self.cells: list[tuple[types.CellType, Any]] = []
-        self.functions: list[tuple[Any, ...]] = []  # with their code and defaults
-        self.partials: list[tuple[Any, ...]] = []  # with their parts
+        self.entries: list[tuple[Callable[..., object], str, object]] = []  # `get` of a dict, name, value
+        self.cells: list[tuple[types.CellType, object]] = []
+        self.functions: list[tuple[object, ...]] = []  # with their code and defaults
+        self.partials: list[tuple[object, ...]] = []  # with their parts
         self.reads: list[_Read] = []
-        self.sizes: list[tuple[Any, int]] = []  # values, and the number of their own attributes
+        self.sizes: list[tuple[object, int]] = []  # values, and the number of their own attributes
 
     def visit_all(self) -> tuple[Hashable, Any]:
         """Returns the key of the mod and its copy; in the key are attributes of Tensor that are not torch's."""
@@ -125,7 +125,7 @@ class _Walk:
         self.is_all_known = self.is_all_known and own.keys() <= {MEMO}
         self.sizes.append((value, len(own)))
 
-    def visit(self, name: str, value: Any, may_copy: bool = True) -> tuple[Hashable, Any]:
+    def visit(self, name: str, value: Any, may_copy: bool = True) -> tuple[Hashable, object]:
         """Returns the key of a value, and its copy, or the value itself if nothing in it is replaced."""
         kind: Any = type(value)
         if kind in _CONSTANTS:
@@ -337,7 +337,7 @@ def _are_same(reads: Sequence[_Read]) -> bool:
     return True
 
 
-def _items(container: Any) -> Sequence[Any]:
+def _items(container: Any) -> Sequence[object]:
     return (*container, *container.values()) if type(container) is dict else (*container,)
 
 

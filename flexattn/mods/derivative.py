@@ -58,7 +58,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
             copy_into(graph, node, copies)
     stand_for = [inputs[GRADIENT], *(inputs[node.target] for node in placeholders), *(inputs[name] for name in numbers)]
     stand_for += [copies[node] for node in reads]
-    values: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), stand_for, strict=True))
+    values: dict[Node, object] = dict(zip(traced.find_nodes(op="placeholder"), stand_for, strict=True))
     for node in traced.nodes:
         if node.op == "placeholder":
             continue

@@ -115,7 +115,7 @@ class _Recording:
             for name in ARGUMENTS_OF[role]
         ]
 
-    def append(self, function: Any, args: Sequence[object], kwargs: Mapping[str, Any]) -> Any:
+    def append(self, function: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Records an operation on values of the recording, and returns the stand-in of its result.
 
         A stand-in has the dtype and shape of its result, so that a mod which reads them takes the same branch as without
@@ -203,7 +203,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.recording = recording
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if self.recording.is_on(args) or self.recording.is_on(tuple(kwargs.values())):
             return self.recording.append(func, args, kwargs)
@@ -232,7 +232,7 @@ def _shapes_looked_at(*recordings: Any) -> tuple[tuple[int, ...], ...]:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _program(*recordings: Any) -> tuple[Any, ...]:
+def _program(*recordings: Any) -> tuple[object, ...]:
     """Returns the fields of the recordings' program, its band, whether the band has a floor, and the tensors that it reads."""
     traced, stand_ins = _traced(*recordings)
     places = {id(t): (i, n) for i, tensors in enumerate(stand_ins) for n, t in enumerate(tensors)}
@@ -269,16 +269,16 @@ def _replayed(nodes: Any, output: object, tensors: tuple[Tensor, ...]) -> Mod:
     """Returns a function that replays a recording held in its closure, so that `trace_mods` can trace it."""
     steps = tuple((operator.getitem if _is_read(function) else function, *arguments) for function, *arguments in nodes)
 
-    def mod(*scalars: object) -> Any:
+    def mod(*scalars: object) -> object:
         return _replay(steps, output, scalars, tensors)
 
     return mod
 
 
-def _replay(steps: Any, output: object, scalars: Any, tensors: Any) -> Any:
+def _replay(steps: Any, output: object, scalars: Any, tensors: Any) -> object:
     values = list(scalars)
 
-    def read(written: Any) -> Any:
+    def read(written: Any) -> object:
         kind, x = written
         if kind == "tuple":
             return tuple(read(item) for item in x)

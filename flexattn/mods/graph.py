@@ -153,7 +153,7 @@ def cancel_factors(graph: Graph) -> None:
         if not root.users or any(_is_product(user) for user in root.users):
             continue  # removed before, or part of a longer product
         above: list[Any] = []
-        below: list[Any] = []
+        below: list[object] = []
         _factors(root, root, above, below)
         kept = list(above)
         left_below = []
@@ -181,7 +181,7 @@ def _is_product(node: Node) -> bool:
     return op_name(node) in ("mul", "div")
 
 
-def _factors(root: Node, x: object, above: list[Any], below: list[Any]) -> None:
+def _factors(root: Node, x: object, above: list[Any], below: list[object]) -> None:
     """Appends the factors and divisors of a product, and of inner products if nothing else uses them."""
     if isinstance(x, Node) and _is_product(x) and (x is root or len(x.users) == 1):
         left, right = x.args
@@ -205,7 +205,7 @@ def _varying(graph: Graph) -> set[Node]:
     return varying
 
 
-def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, object]) -> Any:
+def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, object]) -> object:
     """Returns a captured tensor that is not fully indexed yet after one more op."""
     view: _View = args[0]
     fake = cast(Node, node.args[0]).meta["val"]
@@ -259,7 +259,7 @@ def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any],
     return _settled(graph, _View(view.capture, tuple(at), view.ndim - len(removed)))
 
 
-def _in_slice(graph: Graph, index: Any, shown: _Free) -> Any:
+def _in_slice(graph: Graph, index: Any, shown: _Free) -> object:
     """Returns the capture's index for an index into a slice. If that is outside the slice, the result is outside the capture.
 
     A read outside the capture gives 0.
@@ -299,7 +299,7 @@ def _constant(graph: Graph, value: object, dtype: torch.dtype) -> Any:
     return call(graph, "full", ([], _python(value, dtype)), dtype)
 
 
-def _python(value: Any, dtype: torch.dtype) -> Any:
+def _python(value: Any, dtype: torch.dtype) -> bool | float | int:
     return bool(value) if dtype is torch.bool else (float(value) if dtype.is_floating_point else int(value))
 
 

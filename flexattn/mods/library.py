@@ -211,7 +211,7 @@ def _checking_parts(mod: Any) -> Mod:
     return mod  # type: ignore[no-any-return]
 
 
-def _check_all(checks: list[Any], *sizes: Any) -> None:
+def _check_all(checks: list[Any], *sizes: object) -> None:
     for check in checks:
         check(*sizes)
 

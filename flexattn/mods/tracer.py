@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph.eliminate_dead_code()
         return self.graph
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
@@ -330,7 +330,7 @@ class _Watch(TorchFunctionMode):
         """Returns ' at file:line: text' for the current line of the mod."""
         return "" if self.line is None else place_of(self.line)
 
-    def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         self.line = _user_line() or self.line
         name = getattr(func, "__name__", "")
@@ -359,7 +359,7 @@ class _Watch(TorchFunctionMode):
             self.position[id(out)] = next(iter(read))
         return out
 
-    def _marked(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _marked(self, func: Any, args: Any, kwargs: Any) -> object:
         """Returns func(*args), with this line noted on the nodes that it adds."""
         out = func(*args, **kwargs)
         if self.line is not None:

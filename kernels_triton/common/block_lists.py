@@ -53,15 +53,7 @@ class ListedBlocks(NamedTuple):
 
 
 @triton.jit
-def load_block_lists(
-    lists,
-    row,
-    visible,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_BEFORE: tl.constexpr,
-    META: tl.constexpr,
-):
+def load_block_lists(lists, row, visible, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_BEFORE: tl.constexpr, META: tl.constexpr):
     # visible: a `band.VisibleRange`
     pointer = list_from(lists.indices_ptr, row, lists.length, 0)
     count = tl.load(lists.counts_ptr + row)

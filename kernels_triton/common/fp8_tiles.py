@@ -74,14 +74,7 @@ def to_fp8_rows(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def fp8_product(
-    x,
-    copy,
-    first,
-    num_rows,
-    COLUMN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
+    x, copy, first, num_rows, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK_ROWS: tl.constexpr
 ):
     # Returns x @ y for y in a transposed copy, in its own accumulator: the matrix instruction accumulates in about 14 bits.
     y = load_columns(copy, first, num_rows, x.shape[1], COLUMN, WIDTH, HEAD_DIM, CHECK_ROWS)

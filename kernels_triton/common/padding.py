@@ -43,16 +43,7 @@ def load_padding(lengths, b, start, length, IS_RAGGED: tl.constexpr):
 
 
 @triton.jit
-def store_zeros(
-    base,
-    step,
-    offsets,
-    begin,
-    end,
-    HEAD_DIM: tl.constexpr,
-    WIDTH0: tl.constexpr,
-    WIDTH1: tl.constexpr,
-):
+def store_zeros(base, step, offsets, begin, end, HEAD_DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
     ROWS: tl.constexpr = offsets.shape[0]
     for row in range(begin, end, ROWS):
         pointer = base + tl.cast(row, tl.int64) * step

@@ -481,7 +481,7 @@ class Problem:
         return Scores(
             scale=float(self.softmax_scale),
             softcap=float(self.softcap),
-            bias=_bias(self.bias, self.batch),
+            bias=bias_rows(self.bias, self.batch),
             alibi=_alibi(self.alibi_slopes),
             captures=self.captures,
         )
@@ -598,7 +598,7 @@ def _list_strides(counts: Tensor) -> tuple[int, int]:
     return heads * lists if batch > 1 else 0, lists if heads > 1 else 0
 
 
-def _bias(bias: Tensor | None, batch: int) -> Bias:
+def bias_rows(bias: Tensor | None, batch: int) -> Bias:
     # Triton 3.6 has no tuples with None that are made in a kernel, and `Head` is one that contains these strides
     if bias is None:
         return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0, group=None)

@@ -174,10 +174,7 @@ def _load_parts(rows, matrices, META: tl.constexpr):
         mixed = _mix_parts(parts, META.ROTATION)
         inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.full([], META.ROTATION, tl.float32)))
         return _Parts(
-            x0=mixed.x0 * inverse_root,
-            x1=mixed.x1 * inverse_root,
-            x2=mixed.x2 * inverse_root,
-            x3=mixed.x3 * inverse_root,
+            x0=mixed.x0 * inverse_root, x1=mixed.x1 * inverse_root, x2=mixed.x2 * inverse_root, x3=mixed.x3 * inverse_root
         )
     else:
         return parts

@@ -8,14 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(
-    pointer,
-    offsets,
-    first,
-    num_rows,
-    COLUMN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
+    pointer, offsets, first, num_rows, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK_ROWS: tl.constexpr
 ):
     # Loads columns COLUMN .. COLUMN + WIDTH of the rows at `offsets` from `pointer`. `first` is the first row's number in its
     # sequence. The result is 0 past HEAD_DIM and, with CHECK_ROWS, from row num_rows on.
@@ -34,16 +27,7 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    pointer,
-    tile,
-    offsets,
-    first,
-    num_rows,
-    COLUMN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+def store_tile(pointer, tile, offsets, first, num_rows, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
     columns = COLUMN + tl.arange(0, WIDTH)
     inside = (first + tl.arange(0, offsets.shape[0]) < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(pointer + (offsets[:, None] + columns[None, :]), tile.to(pointer.dtype.element_ty), mask=inside)

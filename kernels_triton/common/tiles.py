@@ -233,14 +233,8 @@ DQ[89, 1] = DQ[120, 1] = (
     Row(256, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
     Row(512, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 )
-DQ[90, 1] = (
-    Row(256, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
-)
-DQ[100, 1] = (
-    Row(128, Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
-    Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
-)
+DQ[90, 1] = (Row(256, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)), Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)))
+DQ[100, 1] = (Row(128, Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)), Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)))
 DKDV[89, 1] = DKDV[120, 1] = (
     Row(128, Tile(32, 64, 8, 2), Tile(32, 64, 8, 1)),
     Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
@@ -266,10 +260,7 @@ BIAS_GRADIENT: Table = {
         Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
         Row(1088, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
     ),
-    (80, 4): (
-        Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-        Row(512, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    ),
+    (80, 4): (Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)), Row(512, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))),
     (INTERPRETER, 1): _SMALL,
     (89, 1): (Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),),
 }
@@ -282,15 +273,7 @@ def row_of(table: Table, capability: int, element_size: int, head_dims: int) -> 
 
 
 def select_tile(
-    table: Table,
-    capability: int,
-    element_size: int,
-    head_dims: int,
-    *,
-    is_whole: bool,
-    is_loaded: bool,
-    is_open: bool,
-    length: int,
+    table: Table, capability: int, element_size: int, head_dims: int, *, is_whole: bool, is_loaded: bool, is_open: bool, length: int
 ) -> Tile:
     """Returns the committed tile of a problem with more than FEW queries.
 
@@ -379,14 +362,7 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
 
 HOPPER_WIDE = tuple(
     HopperTile(
-        head_dim_qk=head_dim_qk,
-        head_dim_v=512,
-        block_m=64,
-        block_n=64,
-        num_stages=1,
-        registers=240,
-        pingpong=False,
-        is_lazy=True,
+        head_dim_qk=head_dim_qk, head_dim_v=512, block_m=64, block_n=64, num_stages=1, registers=240, pingpong=False, is_lazy=True
     )
     for head_dim_qk in (512, 576)
 )
@@ -524,14 +500,7 @@ HOPPER_FUSED: dict[str, HopperFusedTile] = {
     "d64": _FUSED_64,
     "d64_persistent": replace(_FUSED_64, is_persistent=True),
     "d64_modified": HopperFusedTile(
-        head_dim=64,
-        queries=64,
-        dp_first=True,
-        is_ahead=True,
-        pingpong=False,
-        dq_stages=2,
-        dv_with_dk=True,
-        dout_apart=True,
+        head_dim=64, queries=64, dp_first=True, is_ahead=True, pingpong=False, dq_stages=2, dv_with_dk=True, dout_apart=True
     ),
     "d128": _FUSED_128,
     "d128_persistent": replace(_FUSED_128, is_persistent=True),

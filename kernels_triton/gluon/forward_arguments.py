@@ -12,15 +12,9 @@ from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.plan_pieces import Plan
 from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import Step
-from flexattn.kernels_triton.gluon.pairs import (
-    Pair,
-)
-from flexattn.kernels_triton.gluon.pipeline import (
-    ForwardBarriers,
-)
-from flexattn.kernels_triton.gluon.tile_scheduler import (
-    Work,
-)
+from flexattn.kernels_triton.gluon.pairs import Pair
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers
+from flexattn.kernels_triton.gluon.tile_scheduler import Work
 
 
 @with_features

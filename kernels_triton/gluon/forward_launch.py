@@ -136,12 +136,7 @@ class ForwardTile(Protocol):
 
 
 def forward_meta(
-    problem: Problem,
-    tile: ForwardTile,
-    group: int,
-    cut: Cut,
-    has_max_logit: bool = False,
-    rows: int = ROWS.value,
+    problem: Problem, tile: ForwardTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
 ) -> Any:
     """Returns the `ForwardMeta` of a kernel whose consumers have `rows` rows each, of `group` heads."""
     x = problem

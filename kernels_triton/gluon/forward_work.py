@@ -8,21 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.plan_pieces import part_of_piece, piece_at
-from flexattn.kernels_triton.gluon.block_ranges import (
-    ListCut,
-    blocks_by_lists,
-    blocks_of_keys,
-    blocks_of_split,
-    key_block,
-)
+from flexattn.kernels_triton.gluon.block_ranges import ListCut, blocks_by_lists, blocks_of_keys, blocks_of_split, key_block
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.masking import SequenceBand, band_of_sequence
-from flexattn.kernels_triton.gluon.tile_scheduler import (
-    num_work_tiles,
-    sequence_of,
-    take,
-    work_tile,
-)
+from flexattn.kernels_triton.gluon.tile_scheduler import num_work_tiles, sequence_of, take, work_tile
 
 _FEWEST = gl.constexpr(4)  # minimum key blocks for a separate loop: no other product overlaps its first and last product
 
@@ -205,12 +194,7 @@ def received_tile(numbers, args: Arguments, META: gl.constexpr):
     # Returns the work tile of a tile message from the loader
     message = unpack_tile(numbers, META)
     tile = WorkTile(
-        first_row=message.first_row,
-        h=message.h,
-        b=message.b,
-        split=message.split,
-        split_end=message.split_end,
-        part=message.part,
+        first_row=message.first_row, h=message.h, b=message.b, split=message.split, split_end=message.split_end, part=message.part
     )
     start_q, len_q, len_kv = message.start_q, message.len_q, message.len_kv
     if not META.HAS_LENGTHS:

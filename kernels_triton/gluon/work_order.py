@@ -146,12 +146,7 @@ def backward_work(
     if side == "kv":
         section, walk = walk_of_call(x, blocks, section, is_fused=is_fused)
     work = Work(
-        table_ptr=table,
-        num_heads=x.num_heads,
-        group_size=x.group_size,
-        blocks=blocks,
-        heads_per_l2_section=section,
-        walk=walk,
+        table_ptr=table, num_heads=x.num_heads, group_size=x.group_size, blocks=blocks, heads_per_l2_section=section, walk=walk
     )
     return work, (blocks * x.batch if table is None else table.shape[0] - 2) * heads
 

@@ -20,47 +20,21 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.backward_blocks import (
-    Block,
-    key_block_of_program,
-    query_block_of_program,
-    statistics_of_block,
-)
+from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
 from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES
-from flexattn.kernels_triton.gluon.descriptors import (
-    load_rows,
-    ragged_descriptor,
-    step_of,
-)
+from flexattn.kernels_triton.gluon.descriptors import load_rows, ragged_descriptor, step_of
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
-from flexattn.kernels_triton.gluon.pairs import (
-    Pair,
-    allocate_pair,
-    load_pair,
-    origin_of,
-    pair_bytes,
-    pair_descriptor,
-    store_pair,
-)
+from flexattn.kernels_triton.gluon.pairs import Pair, allocate_pair, load_pair, origin_of, pair_bytes, pair_descriptor, store_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DqArguments, DqDescriptors, DqSteps
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
 from flexattn.kernels_triton.hopper.conditions import backward_tile
-from flexattn.kernels_triton.hopper.dkdv_consumer import (
-    DkdvConsumerBarriers,
-    DkdvOperands,
-    consume_dkdv,
-)
-from flexattn.kernels_triton.hopper.dkdv_loader import (
-    DkdvBarriers,
-    DkdvTiles,
-    arguments_of_dkdv,
-    load_dkdv,
-)
+from flexattn.kernels_triton.hopper.dkdv_consumer import DkdvConsumerBarriers, DkdvOperands, consume_dkdv
+from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles, arguments_of_dkdv, load_dkdv
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch

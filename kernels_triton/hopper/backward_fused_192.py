@@ -26,18 +26,8 @@ from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
-from flexattn.kernels_triton.hopper.dkdv_loader import (
-    DkdvBarriers,
-    DkdvTiles,
-    arguments_of_dkdv,
-    load_dkdv,
-)
-from flexattn.kernels_triton.hopper.fused_192_consumer import (
-    NARROW,
-    Fused192Tiles,
-    add_dq_192,
-    consume_fused_192,
-)
+from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles, arguments_of_dkdv, load_dkdv
+from flexattn.kernels_triton.hopper.fused_192_consumer import NARROW, Fused192Tiles, add_dq_192, consume_fused_192
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 

@@ -18,15 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import (
-    HopperTile,
-)
+from flexattn.kernels_triton.common.tiles import HopperTile
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.barriers import pass_turn, wait_for_turn
-from flexattn.kernels_triton.gluon.block_ranges import (
-    blocks_of_consumer,
-    key_block,
-)
+from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.gluon.descriptors import store_rows
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
@@ -50,10 +45,7 @@ from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, alloca
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
-from flexattn.kernels_triton.gluon.tile_scheduler import (
-    is_tile,
-    receive_tile,
-)
+from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.conditions import forward_tile
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.launch import hopper_kernel

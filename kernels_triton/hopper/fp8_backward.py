@@ -27,13 +27,7 @@ from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
 from flexattn.kernels_triton.gluon.descales import Descale, descales_of
-from flexattn.kernels_triton.gluon.descriptors import (
-    load_rows,
-    load_statistics,
-    ragged_descriptor,
-    step_of,
-    store_rows,
-)
+from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
@@ -59,18 +53,11 @@ from flexattn.kernels_triton.hopper.backward_arguments import (
     DqSteps,
 )
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
-from flexattn.kernels_triton.hopper.dkdv_consumer import (
-    DkdvConsumerBarriers,
-    DkdvOperands,
-    consume_dkdv,
-)
+from flexattn.kernels_triton.hopper.dkdv_consumer import DkdvConsumerBarriers, DkdvOperands, consume_dkdv
 from flexattn.kernels_triton.hopper.dkdv_loader import arguments_of_dkdv
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
 from flexattn.kernels_triton.hopper.fp8 import allocate_factors, write_factors
-from flexattn.kernels_triton.hopper.fp8_backward_operands import (
-    copies_in_16_bits,
-    unsupported_operands,
-)
+from flexattn.kernels_triton.hopper.fp8_backward_operands import copies_in_16_bits, unsupported_operands
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
@@ -214,12 +201,7 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
 
 @gluon.jit
 def _dkdv_load(
-    args: DkdvArguments,
-    tiles: DkdvOperands,
-    barriers: DkdvConsumerBarriers,
-    block: Block,
-    origins: DkdvOrigins,
-    META: gl.constexpr,
+    args: DkdvArguments, tiles: DkdvOperands, barriers: DkdvConsumerBarriers, block: Block, origins: DkdvOrigins, META: gl.constexpr
 ):
     descriptors = args.descriptors
     first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv

@@ -465,12 +465,7 @@ def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
 
 
 def fp8_cache_forward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    tile: Tile | None = None,
-    group: int | None = None,
-    splits: int | None = None,
+    problem: Problem, out: Tensor, lse: Tensor, tile: Tile | None = None, group: int | None = None, splits: int | None = None
 ) -> None:
     """Launches the forward of a call that `unsupported` does not reject. Writes out, in q's layout with v's head dim, and lse.
 

@@ -147,14 +147,7 @@ def _multiply_ones(p, tiles: Tiles, same: Invariants):
 
 @gluon.jit
 def _attend(
-    begin,
-    end,
-    carry: Carry,
-    same: Invariants,
-    buffers: Buffers,
-    IS_CUT: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
+    begin, end, carry: Carry, same: Invariants, buffers: Buffers, IS_CUT: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
     # Processes the key blocks from `begin` up to `end`; IS_CUT: an edge or a block mask may hide some of the keys.
     tiles, barriers = buffers.tiles, buffers.barriers

@@ -107,13 +107,7 @@ def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
 
 @gluon.jit
 def consume_fused_192(
-    args,
-    tiles: Fused192Tiles,
-    barriers: DkdvBarriers,
-    block: Block,
-    CONSUMER: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
+    args, tiles: Fused192Tiles, barriers: DkdvBarriers, block: Block, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
     # args: a `DkdvArguments`, of plain scores. dq of a block is computed in the next block, so that no warpgroup waits for the
     # other in the middle of a block. `fused_consumer` does the same, by the same barriers.

@@ -50,9 +50,9 @@ class BlockTest(NamedTuple):
     can_hide_block, can_show_block: whether a block can be proved hidden, and fully visible.
     """
 
-    mask_of_block: Any
-    ranges_of_q_block: Any
-    ranges_of_kv_block: Any
+    mask_of_block: object
+    ranges_of_q_block: object
+    ranges_of_kv_block: object
     num_ranges_of_block: tuple[int, int]
     can_hide_block: bool
     can_show_block: bool
@@ -125,7 +125,7 @@ class _Lowering:
             return _Interval(f"{prefix}low", f"{prefix}high", False)
         return self.captures.get(name)
 
-    def _operand(self, x: object) -> Any:
+    def _operand(self, x: object) -> object:
         if isinstance(x, Node):
             return self.values[x]
         if isinstance(x, bool):

@@ -80,7 +80,7 @@ def layouts(captures: Sequence[tuple[str, torch.dtype, int]], tensors: Sequence[
 
 def flatten(capture_layouts: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
     """Returns the tuple of captures as a kernel argument: pointers, sizes and strides, and numbers."""
-    flat: list[Any] = []
+    flat: list[object] = []
     remaining_tensors, remaining_numbers = iter(tensors), iter(numbers)
     for layout in capture_layouts:
         if layout.ndim < 0:
@@ -115,7 +115,7 @@ def lower(
     captures: Sequence[Layout],
     is_fp32: bool = True,
     appended: Appended | None = None,
-) -> Any:
+) -> object:
     """Lowers a graph to a Triton function of (*arguments, captures); `arguments` are the names of its inputs other than captures.
 
     is_fp32: True if q, k and v are fp32; otherwise tanh is `tanh.tanh_in_half`, like the built-in softcap's. appended: the
@@ -135,7 +135,7 @@ def lower_accumulation(
 class Appended(NamedTuple):
     """Values after the captures in the tuple that a mod's functions get: its tables, and then the values of the head."""
 
-    per_head: Any  # the Triton function (b, h, captures) -> the values, a tuple; None: no values
+    per_head: object  # the Triton function (b, h, captures) -> the values, a tuple; None: no values
     inputs: dict[str, Value]  # by the names from `hoisting`
 
 
@@ -175,7 +175,7 @@ def lower_per_distance(graph: Graph, captures: Sequence[Layout], is_fp32: bool =
     return compile_named("per_distance", source)
 
 
-def compile_named(name: str, source: str) -> Any:
+def compile_named(name: str, source: str) -> object:
     """Returns the @triton.jit function of a source that begins with `def name`, under a unique name."""
     # Triton identifies a compiled kernel by the text of its constants, and for a function in a tuple that is only its name. So the
     # name has a hash of the source and of the helpers that it calls.
@@ -191,7 +191,7 @@ def _helpers() -> str:
 _functions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-def compile_source(name: str, source: str) -> Any:
+def compile_source(name: str, source: str) -> object:
     """Returns the @triton.jit function `name` of a generated source. The name must identify the source.
 
     Tracebacks and inspect find the source through linecache, as long as the function exists.
@@ -202,7 +202,7 @@ def compile_source(name: str, source: str) -> Any:
     file = f"<flexattn {name}>"
     entry = (len(source), None, source.splitlines(keepends=True), file)
     linecache.cache[file] = entry
-    namespace: dict[str, Any] = {**_MODULES, "__name__": __name__}
+    namespace: dict[str, object] = {**_MODULES, "__name__": __name__}
     exec(compile(source, file, "exec"), namespace)
     function = _functions[name] = namespace.pop(name)  # otherwise its own globals would keep it alive
     weakref.finalize(function, _forget_source, file, entry).atexit = False

@@ -14,16 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
-from flexattn.kernels_triton.common.arguments import (
-    BlockMaskLists,
-    Channels,
-    Head,
-    Inputs,
-    Pointer,
-    Rows,
-    Saved,
-    Statistics,
-)
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Pointer, Rows, Saved, Statistics
 from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
 from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head

@@ -10,14 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import paged_rows, row_pointer, row_steps
-from flexattn.kernels_triton.common.arguments import (
-    BlockMaskLists,
-    Channels,
-    Head,
-    Inputs,
-    Pointer,
-    Rows,
-)
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
 from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
@@ -439,12 +432,7 @@ def _v_transposed(problem: Problem) -> Channels | None:
 
 
 def attention_forward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    max_logit: Tensor | None = None,
-    tile: Tile | None = None,
-    splits: int | None = None,
+    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, tile: Tile | None = None, splits: int | None = None
 ) -> None:
     """Writes out, in q's layout with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexattn.kernels_triton.common.arguments import Statistics
 from flexattn.kernels_triton.common.preprocess import row_statistics
 from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.portable import shared_bias_gradient as by_rows
 from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
 from flexattn.kernels_triton.portable.capture_gradient import capture_gradients
 
@@ -17,7 +18,9 @@ def bias_and_capture_gradients(call: Backward) -> None:
 
 def score_gradients(call: Backward, statistics: Statistics) -> None:
     """Writes dbias, unless it is None, and dcaptures, from the statistics that the dq kernel wrote."""
-    if call.dbias is not None:
+    if call.dbias is not None and by_rows.HAS_RUN and by_rows.unsupported(call.problem) is None:
+        by_rows.shared_bias_gradient(call.problem, statistics, call.dout, call.dbias)
+    elif call.dbias is not None:
         bias_gradient(call.problem, statistics, call.dout, call.dlse, call.dbias)
     if call.dcaptures:
         capture_gradients(call.problem, statistics, call.dout, call.dcaptures, call.deterministic)

@@ -384,7 +384,14 @@ def by_dtype_of_a_product(s, b, h, i, j):
 
 
 @pytest.mark.parametrize(
-    "score_mod", [by_dtype, by_dtype_of_an_entry, by_dtype_of_a_read, by_kind, by_dtype_in_place, by_dtype_of_a_product]
+    "score_mod",
+    [
+        *(by_dtype, by_dtype_of_an_entry),
+        *(
+            pytest.param(mod, marks=pytest.mark.slow)
+            for mod in (by_dtype_of_a_read, by_kind, by_dtype_in_place, by_dtype_of_a_product)
+        ),
+    ],
 )
 def test_a_mod_takes_the_branch_of_its_results_dtype_and_shape(score_mod):
     torch.compiler.reset()

@@ -134,6 +134,8 @@ for dim, call, text in (
 ):
     with pytest.raises(ValueError, match=text):
         flexattn.attention(*parts(dim), **call)
+with pytest.raises(flexattn.BackendError, match="leave out batch_invariant"):  # not dropped
+    flexattn.attention(*parts(1), batch_invariant=True)
 with torch.autocast("cpu", torch.bfloat16):
     out = flexattn.attention(*parts(2)[:2], parts(2)[2].bfloat16(), bias=torch.ones(1, 4, 8, 8, dtype=torch.float16))
 assert out.dtype is torch.bfloat16

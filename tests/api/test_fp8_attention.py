@@ -44,6 +44,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.sample("own", "way")
 @pytest.mark.parametrize("own", RECIPES, ids=str)
 def test_one_key_shows_what_every_tensor_became(own: dict[str, Any], way: str, device: str) -> None:
     """With one key its weight is 1: out is v, dv is dout and lse the score, each of the numbers in FP8."""

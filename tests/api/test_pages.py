@@ -110,6 +110,7 @@ def test_every_feature(name: str, backend: str) -> None:
     same(case.paged(16, "bshd", **call), case.dense(**call))
 
 
+@pytest.mark.sample("page_size", "layout", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -387,3 +387,21 @@ def test_no_backend_sees_dual_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eager backend's operations would pass tangents on; kernels would lose them."""
     monkeypatch.setattr(second_order, "tangent", lambda spec, x, along: (torch.zeros_like(x.q), x.q.new_zeros(2, 3, 5)))
     assert not dual(ours).tangent.any()
+
+
+def test_torch_compile_around_a_jvp() -> None:
+    torch.compiler.reset()
+
+    def step(attend: Attend) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(q: Tensor, t: Tensor) -> Tensor:
+            out, tangent = torch.func.jvp(lambda q: attend(q @ WEIGHT, QKV[1], QKV[2]), (q,), (t,))
+            return (out + tangent.sin()).square().mean()
+
+        return loss
+
+    compiled = torch.compile(step(ours), backend="aot_eager")
+    wanted = step(plain)(QKV[0], ALONG[0])
+    for _ in range(2):
+        found = compiled(QKV[0], ALONG[0])
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(torch.autograd.grad(found, WEIGHT), torch.autograd.grad(wanted, WEIGHT, retain_graph=True))

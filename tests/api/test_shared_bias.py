@@ -186,3 +186,17 @@ def test_compiled_calls() -> None:
             out = call(q, k, v, bias)
             found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))])
         torch.testing.assert_close(*found)
+
+
+def test_second_derivatives() -> None:
+    """These come from the reference's formulas, whose blocks have one entry of the bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (6, 5, HEADS, 8), (6, 7, HEADS, 8), (6, 7, HEADS, 8), (2, HEADS, 5, 7)
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    found = []
+    for repeats in (1, GROUP):
+        bias = leaves[3].repeat_interleave(repeats, 0)
+        out = flexattn.attention(*leaves[:3], bias=bias, backend="eager")
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
+    torch.testing.assert_close(*found)

@@ -146,6 +146,7 @@ def leaves(q_shape: tuple[int, ...], k_shape: tuple[int, ...], needs_grad: bool 
     return [tokens(*shape, seed=i).requires_grad_(needs_grad) for i, shape in enumerate((q_shape, k_shape, k_shape))]
 
 
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_short_form_gives_what_the_long_one_gives(name: str, backend: str) -> None:
@@ -182,7 +183,11 @@ def test_other_functions_take_short_forms(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "both sides", "window", "sink", "bool mask", "bool mask beside a mask_mod", "float mask"]
+    "name",
+    [
+        *("both sides", "bool mask beside a mask_mod"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("causal", "window", "sink", "bool mask", "float mask")),
+    ],
 )
 def test_a_short_form_compiles_to_one_graph(name: str) -> None:
     q_shape, k_shape, short, _ = FORMS[name]
@@ -202,14 +207,13 @@ def test_a_short_form_compiles_to_one_graph(name: str) -> None:
 @pytest.mark.parametrize(
     "short",
     [
-        lambda n: {"causal": True},
-        lambda n: {"causal": True, "window_size": 3},
-        lambda n: {"mask": torch.ones(n, n, dtype=torch.bool).tril()},
-        lambda n: {"mask": tokens(2, 1, 1, n)},
-        lambda n: {"mask": tokens(2, 1, n, n) > 0, "causal": True},
-        lambda n: {"causal": True, **flexattn.packed([n - 3, 3])},
+        pytest.param(lambda n: {"causal": True}, id="causal", marks=pytest.mark.slow),
+        pytest.param(lambda n: {"causal": True, "window_size": 3}, id="window", marks=pytest.mark.slow),
+        pytest.param(lambda n: {"mask": torch.ones(n, n, dtype=torch.bool).tril()}, id="bool mask", marks=pytest.mark.slow),
+        pytest.param(lambda n: {"mask": tokens(2, 1, 1, n)}, id="float mask", marks=pytest.mark.slow),
+        pytest.param(lambda n: {"mask": tokens(2, 1, n, n) > 0, "causal": True}, id="causal and a mask"),
+        pytest.param(lambda n: {"causal": True, **flexattn.packed([n - 3, 3])}, id="packed"),
     ],
-    ids=["causal", "window", "bool mask", "float mask", "causal and a mask", "packed"],
 )
 def test_a_new_length_compiles_no_more_than_once(short: Callable[[int], dict[str, Any]]) -> None:
     torch._dynamo.reset()

@@ -187,6 +187,11 @@ def test_vmap_alone_is_refused() -> None:
     stacked = torch.stack((q, q))
     with pytest.raises(RuntimeError, match=r"no rule for torch\.vmap.*reshape"):
         torch.vmap(lambda q: flexattn.attention(q, k, v))(stacked)
+    with torch.no_grad():
+        for mapped in ({"out": torch.zeros(3, *q.shape)}, {"descale_k": torch.ones(3, k.shape[2])}):
+            keys = (k, v) if "out" in mapped else (k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn))
+            with pytest.raises(RuntimeError, match=r"no rule for torch\.vmap"):
+                torch.vmap(lambda given, keys=keys: flexattn.attention(q, *keys, **given))(mapped)
 
 
 def test_a_call_beside_a_transform_is_none_of_its_business() -> None:

@@ -187,10 +187,7 @@ def report(**more: Any) -> CompileReport:
         ([report(instructions={"HMMA": 3})], ["matrix instructions are HMMA, not HGMMA alone"]),
         ([report(warnings=("Potential: wgmma serialized (C7510)",))], ["ptxas serialized wgmma"]),
         ([report(undefined_registers=("UR4",))], ["ptxas made code that reads registers before it writes them"]),
-        (
-            [report(folded_operands=("16x16, 8 a thread",))],
-            ["Triton multiplies only a part of operands: 16x16, 8 a thread"],
-        ),
+        ([report(folded_operands=("16x16, 8 a thread",))], ["Triton multiplies only a part of operands: 16x16, 8 a thread"]),
         ("1 of 1 kernels do not compile\n\nTypeError: no", ["TypeError: no"]),
     ],
 )

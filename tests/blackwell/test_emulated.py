@@ -91,18 +91,18 @@ test_mods_and_biases = mods_and_biases([128])
 )
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dense(band: dict[str, Any], dim: int) -> None:
-    """Lazy and random schedules; blocks that an edge cuts on either side, and complete ones."""
-    for seed in (1, 7):
-        check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
+    """Blocks that an edge cuts on either side, and complete ones."""
+    seed = 7 if dim == 64 else 1  # random, lazy
+    check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (192, 128), (160, 64)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:
+    seed = {128: 0, 64: 1}.get(dims[0], 5)  # eager, lazy, random
     call = EVERYTHING | {"softmax_offset": SINKS}
-    for seed in (0, 1, 5):
-        check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+    check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
 @without_gpu

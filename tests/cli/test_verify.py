@@ -18,17 +18,17 @@ CPU_CASES = tuple(case for case in CASES if case.name != "FP8")
 
 
 def test_without_a_gpu_it_says_so_and_checks_the_interpreter(
-    tmp_path: Path, fresh_python: Callable[..., subprocess.CompletedProcess[str]]
+    tmp_path: Path, forked_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    done = fresh_python("-m", "flexattn", "verify", "--out", str(tmp_path / "report.md"), env={"CUDA_VISIBLE_DEVICES": ""})
+    done = forked_python("-m", "flexattn", "verify", "--out", str(tmp_path / "report.md"), env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert "no GPU. Only Triton's interpreter was checked" in done.stdout
     assert f"{len(SMALL_CASES)} of {len(SMALL_CASES)} checks are right." in done.stdout
     assert done.stdout == (tmp_path / "report.md").read_text("utf-8")
 
 
-def test_a_target_that_does_not_exist_is_refused(fresh_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = fresh_python("-m", "flexattn", "verify", "--as", "sm_70")
+def test_a_target_that_does_not_exist_is_refused(forked_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = forked_python("-m", "flexattn", "verify", "--as", "sm_70")
     assert done.returncode == 2
     assert "accepted: sm_80, sm_86, sm_89, sm_120" in done.stderr
 

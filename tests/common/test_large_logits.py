@@ -248,6 +248,7 @@ def plain_call(case: Case, dtype: torch.dtype, backend: str, **more: Any) -> tup
     return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.to(dtype))
 
 
+@pytest.mark.sample("scale", "dtype")
 @pytest.mark.parametrize("scale", [2.0**12, 2.0**22])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_logits_up_to_the_bound(dtype: torch.dtype, scale: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

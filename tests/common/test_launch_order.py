@@ -34,9 +34,9 @@ for sm in (80, 90):
 """
 
 
-def test_what_follows_the_plan_waits_for_it_where_it_can(fresh_python: Any) -> None:
+def test_what_follows_the_plan_waits_for_it_where_it_can(forked_python: Any) -> None:
     """The plan's kernel waits for nothing, whatever kernel runs before it. The others wait before they touch any memory."""
-    done = fresh_python("-c", COMPILE)
+    done = forked_python("-c", COMPILE)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         [80, "_split_plan_kernel", False, False, True],
         [80, "_attn_fwd_kernel", False, False, True],

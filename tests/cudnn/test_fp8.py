@@ -27,14 +27,7 @@ from flexattn.kernels_cudnn.graphs import Uid
 from flexattn.kernels_cudnn.plans import PlanNotSupported
 from flexattn.kernels_cudnn.problem import without_data
 from flexattn.kernels_triton.common import crossovers
-from flexattn.testing import (
-    GRADIENT_FACTOR,
-    check_close,
-    make_call,
-    make_inputs,
-    reference_attention,
-    reference_gradients,
-)
+from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs, reference_attention, reference_gradients
 from tests.api.test_support import on_h200
 from tests.support import cudnn_emulator
 from tests.support.fp8_cases import E4M3, E5M2, Case, backward, forward, make_case, rounded_attention, takes_backward

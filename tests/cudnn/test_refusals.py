@@ -79,10 +79,7 @@ NO_ANSWERS = [
 @pytest.mark.parametrize("error", NO_ANSWERS, ids=lambda e: type(e).__name__)
 def test_what_is_no_answer_is_raised_and_nothing_is_kept_of_it(build, error) -> None:
     build(error)
-    for ask in (
-        lambda: cudnn_backend.prepare(*call_of(), "forward"),
-        lambda: explain_built(call_of()[0], "cudnn", call_of()[1]),
-    ):
+    for ask in (lambda: cudnn_backend.prepare(*call_of(), "forward"), lambda: explain_built(call_of()[0], "cudnn", call_of()[1])):
         with pytest.raises(type(error)) as e:
             ask()
         assert e.value is error

@@ -18,10 +18,7 @@ from tests.dispatch.test_select import ON_CUDA
 
 SPEC = ON_CUDA._replace(dtype=torch.bfloat16, head_dim_qk=128, head_dim_v=128, length_q=1024, length_kv=1024)
 
-FP8 = {
-    "dtype": torch.float8_e4m3fn,
-    "fp8": Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, False),
-}
+FP8 = {"dtype": torch.float8_e4m3fn, "fp8": Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, False)}
 
 # For each row of KNOWN_BAD: its subject, and near misses that it must leave alone.
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
@@ -237,34 +234,46 @@ FAKE = "import sys, types; m = types.ModuleType('cudnn'); m.__spec__ = types.Sim
 ASK = "from flexattn.dispatch.cudnn_backend import library_error; print(library_error())"
 
 
-@pytest.mark.parametrize(
-    ("setup", "said"),
-    [
-        ("import sys; sys.modules['cudnn'] = None", "not installed; pip install 'nvidia-cudnn-frontend>=1.27'"),
-        (
-            "import sys, importlib.util as u; real = u.find_spec\n"
-            "u.find_spec = lambda name, *a: object() if name == 'cudnn' else real(name, *a)\n"
-            "sys.modules['cudnn'] = None",
-            "is installed and cannot be imported (ModuleNotFoundError: ",
-        ),
-        (FAKE + "m.__version__ = '1.26.0'", "the cuDNN frontend is version 1.26.0; pip install 'nvidia-cudnn-frontend>=1.27'"),
-        (
-            FAKE + "m.__version__ = '1.28.0'\ndef no():\n    raise RuntimeError('no symbol')\nm.backend_version = no",
-            "the cuDNN library cannot be loaded (no symbol); pip install nvidia-cudnn-cu13",
-        ),
-        (
-            FAKE + "m.__version__ = '1.40.0'\nm.backend_version = lambda: 91500",
-            "the cuDNN library is 9.15.0, older than 9.15.1; pip install -U nvidia-cudnn-cu13",
-        ),
-        (FAKE + "m.__version__ = '1.32.0'\nm.backend_version = lambda: 92400", "None"),
-    ],
-    ids=["no frontend", "broken frontend", "old frontend", "no library", "old library", "all there"],
-)
-def test_each_missing_part_is_one_clear_reason(setup: str, said: str, forked_python: FreshPython) -> None:
-    ran = forked_python("-c", f"{setup}\n{ASK}")
+MISSING_PARTS = {
+    "no frontend": ("import sys; sys.modules['cudnn'] = None", "not installed; pip install 'nvidia-cudnn-frontend>=1.27'"),
+    "broken frontend": (
+        "import sys, importlib.util as u; real = u.find_spec\n"
+        "u.find_spec = lambda name, *a: object() if name == 'cudnn' else real(name, *a)\n"
+        "sys.modules['cudnn'] = None",
+        "is installed and cannot be imported (ModuleNotFoundError: ",
+    ),
+    "old frontend": (
+        FAKE + "m.__version__ = '1.26.0'",
+        "the cuDNN frontend is version 1.26.0; pip install 'nvidia-cudnn-frontend>=1.27'",
+    ),
+    "no library": (
+        FAKE + "m.__version__ = '1.28.0'\ndef no():\n    raise RuntimeError('no symbol')\nm.backend_version = no",
+        "the cuDNN library cannot be loaded (no symbol); pip install nvidia-cudnn-cu13",
+    ),
+    "old library": (
+        FAKE + "m.__version__ = '1.40.0'\nm.backend_version = lambda: 91500",
+        "the cuDNN library is 9.15.0, older than 9.15.1; pip install -U nvidia-cudnn-cu13",
+    ),
+    "all there": (FAKE + "m.__version__ = '1.32.0'\nm.backend_version = lambda: 92400", "None"),
+}
+# Each setup runs in a process that is forked after the imports, which take most of the time.
+ASK_EACH = f"""
+import os, sys
+import flexattn.dispatch.cudnn_backend
+for setup in {[setup for setup, _ in MISSING_PARTS.values()]}:
+    if not (child := os.fork()):
+        exec(setup + "\\n{ASK}")
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_each_missing_part_is_one_clear_reason(forked_python: FreshPython) -> None:
+    ran = forked_python("-c", ASK_EACH)
     assert ran.returncode == 0, ran.stderr
-    assert said in ran.stdout
-    assert len(ran.stdout.splitlines()) == 1
+    for line, (name, (_, said)) in zip(ran.stdout.splitlines(), MISSING_PARTS.items(), strict=True):
+        assert said in line, name
 
 
 def test_a_cudnn_whose_packed_backward_is_wrong_has_exact_plans_alone(monkeypatch: pytest.MonkeyPatch) -> None:

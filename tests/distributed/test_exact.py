@@ -35,6 +35,7 @@ def test_streams_that_overlap_wait_for_each_other(forked_python: FreshPython, tm
     run_ranks(forked_python, tmp_path, "lanes_without_races", 2)
 
 
+@pytest.mark.slow
 def test_streams_that_overlap_wait_for_each_other_with_shared_memory(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "lanes_without_races_by_shared_memory", 2, {"TRITON_INTERPRET": "1"})
 
@@ -88,16 +89,15 @@ def test_fsdp_and_tensor_parallelism_on_the_same_mesh(forked_python: FreshPython
 def test_training_on_packed_documents_has_the_same_losses_on_any_number_of_ranks(
     strategy: str, forked_python: FreshPython, tmp_path: Path
 ) -> None:
-    printed = {}
-    for ranks in (1, 2, 4):
+    page = (ROOT / "docs" / "distributed.md").read_text("utf-8")
+    shown = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", page, re.MULTILINE)]
+    for ranks in (1, 2, 4) if strategy == "auto" else (2,):
         (tmp_path / str(ranks)).mkdir()
         [first, *_] = run_ranks(forked_python, tmp_path / str(ranks), f"docs/train_packed.py --strategy {strategy}", ranks)
-        printed[ranks] = [float(loss) for loss in re.findall(r"loss (\S+)", first.stdout)]
-        assert len(printed[ranks]) == 5
-        assert printed[ranks] == pytest.approx(printed[1], abs=1e-5)
-    assert printed[1][-1] < printed[1][0] - 0.3
-    page = (ROOT / "docs" / "distributed.md").read_text("utf-8")
-    assert [float(loss) for loss in re.findall(r"^step .* loss (\S+)", page, re.MULTILINE)] == pytest.approx(printed[1], abs=1e-5)
+        losses = [float(loss) for loss in re.findall(r"loss (\S+)", first.stdout)]
+        assert len(losses) == 5
+        assert losses == pytest.approx(shown, abs=1e-5)
+    assert shown[-1] < shown[0] - 0.3
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 
+import pytest
 import torch
 
 from flexattn.emulator.rules import RESERVED_BARRIERS
@@ -49,15 +50,13 @@ def compiled(name, constexprs):
 
 print(json.dumps({name: compiled(name, constexprs) for name, constexprs in json.loads(sys.argv[1]).items()}))
 """
-KERNELS = {
-    "attention_fwd": {"BLOCK_N": 64, "HEAD_DIM": 128, "STAGES": 2},
-    "attention_bwd": {"HEAD_DIM": 128, "STAGES": 2},
-}
+KERNELS = {"attention_fwd": {"BLOCK_N": 64, "HEAD_DIM": 128, "STAGES": 2}, "attention_bwd": {"HEAD_DIM": 128, "STAGES": 2}}
 WORKERS = 2
 THEIR_BARRIERS = {9, 10}
 COMPILERS_OWN = 512  # bytes that warp specialisation adds, at most, to the allocations of a kernel
 
 
+@pytest.mark.slow
 def test_subjects_compile_to_what_the_rules_say(forked_python: FreshPython) -> None:
     path = os.pathsep.join(folder for folder in sys.path if folder)  # with this process's Triton
     ran = forked_python("-c", COMPILE, json.dumps(KERNELS), env={"PYTHONPATH": path})

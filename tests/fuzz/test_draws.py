@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -71,6 +72,11 @@ def test_a_gpu_gets_all_head_dims_and_features() -> None:
     }
 
 
+@functools.cache
+def drawn_configs() -> list[Config]:
+    return [draw_config(seed, ON_GPU) for seed in range(4000)]
+
+
 @without_gpu
 @pytest.mark.parametrize("name", RARE_BACKWARDS)
 def test_backwards_for_sm_90_that_few_calls_reach_are_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +89,7 @@ def test_backwards_for_sm_90_that_few_calls_reach_are_drawn(name: str, monkeypat
         kind = c.recipe[0] == BLOCKS_OF_64 if is_fp8 else not c.fp8 and c.recipe[0] == BLOCKS_OF_64
         return is_rare and kind and bool(c.fp8) == is_fp8 and c.head_dim_qk in dims_qk and (is_plain or takes_modified)
 
-    drawn = [c for seed in range(4000) if is_drawn(c := draw_config(seed, ON_GPU)) and (is_fp8 or c.head_dim_v in dims_v)]
+    drawn = [c for c in drawn_configs() if is_drawn(c) and (is_fp8 or c.head_dim_v in dims_v)]
     assert len(drawn) > 10
     on_sm_90(monkeypatch)
     reached: list[str] = []

@@ -171,8 +171,8 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 40])
 def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
     inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 2}
-    for seed in (1, 5, 6):  # lazy, random, eager
-        check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
+    seed = {64: 5, 128: 1, 40: 0}[dim]  # random, lazy, eager
+    check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
 @pytest.mark.sample(pairs=False)
@@ -180,8 +180,8 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
+        {"window_size": (90, 0)},  # with a causal mask a section has all heads (`walk_of_call`)
         {"attn_mask_type": "causal"},
-        {"window_size": (90, 0)},
         {"attn_mask_type": "causal_bottom_right", "softcap": 3.0},
         {"softmax_type": "off-by-one"},
     ],
@@ -192,7 +192,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
 def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One section or several, whose parts of dq come after the blocks of the next section, or after all."""
     inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2, "qkv_format": fmt}
-    for seed, heads in ((1, 1), (5, 3), (6, 4)):  # lazy and two random ones
+    for seed, heads in ((5, 3), (6, 4)) if fmt != "bhsd" else ((1, 1),):  # random and lazy
         monkeypatch.setattr(work_order, "section_of_one_size", lambda most, _, heads=heads: min(heads, most))
         check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
 
@@ -230,9 +230,9 @@ def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
+    seed = (1, 5)[HEAD_DIMS.index(dims) % 2]  # lazy, random
     call = EVERYTHING | {"softmax_offset": SINKS}
-    for seed in (1, 5):  # lazy, random
-        check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+    check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
 @pytest.mark.sample
@@ -243,9 +243,17 @@ def test_results_in_float32(dims: tuple[int, int]) -> None:
     own = {"head_dim_qk": dims[0], "head_dim_v": dims[1]}
     padded = own | {"qkv_format": "sbhd" if dims[0] < 128 else "thd", "padding": True, "gap": 3, **UNEVEN}
     check(5, EVERYTHING | {"softmax_offset": SINKS}, fp32=True, **padded)
-    check(1, {"attn_mask_type": "causal"}, fp32=True, lengths_q=[70], lengths_kv=[200], **own)
     reports = run(6, {"attn_mask_type": "padding_causal"}, backwards=(), fp32=True, **padded)
     assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256), (192, 128), (40, 72)], ids=str)
+def test_causal_results_in_float32(dims: tuple[int, int]) -> None:
+    own = {"head_dim_qk": dims[0], "head_dim_v": dims[1]}
+    check(1, {"attn_mask_type": "causal"}, fp32=True, lengths_q=[70], lengths_kv=[200], **own)
 
 
 @pytest.mark.sample
@@ -311,9 +319,9 @@ def test_slots_in_reverse(dim: int) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
     """Blocks that an edge cuts on one side, and complete ones."""
-    for seed in (1, 7):
-        inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
-        check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+    seed = 1 if dims[0] == 64 else 7  # lazy, random
+    inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
+    check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
 @pytest.mark.sample(pairs=False)

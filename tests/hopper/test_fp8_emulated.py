@@ -105,9 +105,9 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
-    """Lazy and random schedules."""
+    seed = (1, 5)[HEAD_DIMS.index(dims) % 2]  # lazy, random
     call = EVERYTHING | {"softmax_offset": SINKS}
-    check(call_of(call, "batch_head", qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), 1, 5)
+    check(call_of(call, "batch_head", qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), seed)
 
 
 @pytest.mark.sample(values=True)
@@ -131,7 +131,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
 def test_dense(band: dict[str, Any]) -> None:
     """Blocks that an edge cuts on either side, and complete ones between."""
     inputs = {"lengths_q": [330] * 2, "lengths_kv": [530] * 2, "num_heads": 2, "num_heads_kv": 2}
-    check(call_of(band, "block", **inputs), 1, 7)
+    check(call_of(band, "block", **inputs), 1 if "window_size" in band else 7)  # lazy, random
 
 
 @without_gpu
@@ -228,8 +228,8 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 48])
 def test_persistent_programs_of_dense_calls(dim: int, sq: int, mask: str) -> None:
     inputs = {"lengths_q": [sq] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 2}
-    for seed in (1, 5, 6):  # lazy, random, eager
-        check_backward_of(seed, {"attn_mask_type": mask}, is_persistent=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
+    seed = {64: 5, 128: 1, 48: 0}[dim]  # random, lazy, eager
+    check_backward_of(seed, {"attn_mask_type": mask}, is_persistent=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
 @without_gpu
@@ -320,10 +320,10 @@ def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) 
     [
         (0, (64, 64), "_attn_bwd_fused_fp8_hopper_kernel"),
         (1, (128, 128), "_attn_bwd_dq_fp8_hopper_kernel"),
-        (1, (256, 256), "_attn_bwd_dq_fp8_hopper_kernel"),
-        (2, (64, 64), "_attn_bwd_fused_hopper_kernel"),
-        (3, (192, 128), "_attn_bwd_fused_192_hopper_kernel"),
-        (4, (64, 64), "_attn_bwd_dq_hopper_kernel"),
+        pytest.param(1, (256, 256), "_attn_bwd_dq_fp8_hopper_kernel", marks=pytest.mark.slow),
+        pytest.param(2, (64, 64), "_attn_bwd_fused_hopper_kernel", marks=pytest.mark.slow),
+        pytest.param(3, (192, 128), "_attn_bwd_fused_192_hopper_kernel", marks=pytest.mark.slow),
+        pytest.param(4, (64, 64), "_attn_bwd_dq_hopper_kernel", marks=pytest.mark.slow),
         (5, (64, 64), None),  # portable
     ],
 )

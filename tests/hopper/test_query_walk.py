@@ -177,8 +177,7 @@ def test_emulated(name: str, dim: int) -> None:
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.3])
     inputs = inputs | {"num_heads": 4, "head_dim_qk": dim, "head_dim_v": dim}
     check(3, call | {"bias_type": "alibi", "alibi_slopes": slopes}, **inputs)
-    for variant in ("persistent", "converting") if name != "packed" else ("persistent",):
-        check_persistent(4, call, variant, **inputs)
+    check_persistent(4, call, "converting" if dim == 64 and name != "packed" else "persistent", **inputs)
 
 
 @pytest.mark.sample

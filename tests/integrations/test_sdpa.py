@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
@@ -124,11 +125,12 @@ def test_heads_and_head_dims_of_0(sizes: tuple[int, int, int]) -> None:
     heads, dim, dim_v = sizes
     tensors = [make(2, heads, SQ, dim), make(2, heads, SKV, dim, seed=1), make(2, heads, SKV, dim_v, seed=2)]
     mask = make(SQ, SKV, seed=5).detach()
-    for given in (None, mask, mask > 0):
-        check(tensors, given, scale=1.0)
-    check(tensors, is_causal=True)
+    with sdpa_kernel(SDPBackend.MATH):  # another kernel of torch 2.11 ends the process without heads and head dims
+        for given in (None, mask, mask > 0):
+            check(tensors, given, scale=1.0)
+        check(tensors, is_causal=True)
     if heads == 0:
-        check(tensors, enable_gqa=True)
+        assert ours(*tensors, enable_gqa=True).shape == (2, 0, SQ, dim_v)  # torch 2.11 ends the process
         assert ours(*tensors, make(SQ, SKV)).requires_grad
 
 

@@ -71,7 +71,7 @@ def check_compiled(cases: list[Case], dtype: torch.dtype = torch.bfloat16) -> No
 @pytest.mark.parametrize(
     "cases",
     [
-        [(80, 128, 128, "causal")],
+        pytest.param([(80, 128, 128, "causal")], marks=pytest.mark.slow),
         pytest.param([(sm, *dims, "everything") for sm in (80, 89) for dims in DIMS], marks=pytest.mark.slow),
         pytest.param([(sm, *dims, name) for sm in LIMITS for dims in DIMS for name in FEATURES], marks=pytest.mark.exhaustive),
     ],

@@ -69,7 +69,7 @@ def products_of(meta: Any, kernel: str) -> int:
 @pytest.mark.parametrize(
     "cases",
     [
-        [(80, (128, 128), "causal", FUSED)],
+        pytest.param([(80, (128, 128), "causal", FUSED)], marks=pytest.mark.slow),
         pytest.param([(80, (96, 96), "causal", DKDV), (80, (128, 128), "causal", DQ)], marks=pytest.mark.slow),
         pytest.param(
             [(sm, dims, "causal", kernel) for sm in (80, 89) for dims in DIMS for kernel in KERNELS],

@@ -124,17 +124,9 @@ test_mods_and_biases = mods_and_biases([64, 128])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", [80, 89])
 def test_dense(check: Check, band: dict[str, Any], dim: int, capability: int) -> None:
-    """Lazy and random schedules; blocks that an edge cuts on either side, and complete ones."""
-    for seed in (1, 7):
-        check(
-            seed,
-            band,
-            capability=capability,
-            head_dim_qk=dim,
-            head_dim_v=dim,
-            strided=seed == 7,
-            **DENSE,
-        )
+    """Blocks that an edge cuts on either side, and complete ones."""
+    seed = 7 if dim == 64 else 1  # random, lazy
+    check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
 @pytest.mark.sample(pairs=False)
@@ -143,17 +135,9 @@ def test_dense(check: Check, band: dict[str, Any], dim: int, capability: int) ->
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 96), (96, 24), (8, 8), (192, 128), (256, 256)], ids=str)
 def test_head_dims_and_sinks(check: Check, dims: tuple[int, int], capability: int) -> None:
     """Sequences without queries, and without keys."""
+    seed = {128: 0, 64: 1}.get(dims[0], 5)  # eager, lazy, random
     call = EVERYTHING | {"softmax_offset": SINKS}
-    for seed in (0, 1, 5):
-        check(
-            seed,
-            call,
-            capability=capability,
-            qkv_format="thd",
-            head_dim_qk=dims[0],
-            head_dim_v=dims[1],
-            **UNEVEN,
-        )
+    check(seed, call, capability=capability, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
 @pytest.mark.sample

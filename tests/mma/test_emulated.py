@@ -94,9 +94,9 @@ test_mods_and_biases = mods_and_biases([128])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", LIMITS)
 def test_dense(band: dict[str, Any], dim: int, capability: int) -> None:
-    """Lazy and random schedules; blocks that an edge cuts on either side, and complete ones."""
-    for seed in (1, 7):
-        check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
+    """Blocks that an edge cuts on either side, and complete ones."""
+    seed = 7 if dim == 64 else 1  # random, lazy
+    check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
 @pytest.mark.sample(pairs=False)
@@ -106,9 +106,9 @@ def test_dense(band: dict[str, Any], dim: int, capability: int) -> None:
     "dims", [(64, 64), (128, 128), (40, 72), (192, 128), (160, 64), (8, 8), (96, 96), (80, 80), (256, 256), (248, 136)], ids=str
 )
 def test_head_dims_and_sinks(dims: tuple[int, int], capability: int) -> None:
+    seed = {128: 0, 64: 1}.get(dims[0], 5)  # eager, lazy, random
     call = EVERYTHING | {"softmax_offset": SINKS}
-    for seed in (0, 1, 5):
-        check(seed, call, capability=capability, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+    check(seed, call, capability=capability, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
 @pytest.mark.sample
@@ -148,7 +148,7 @@ def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @without_gpu
 def test_block_masks() -> None:
     """A tile has 64 queries, so blocks of 128 are two tiles."""
-    for size, seed in ((128, 3), (128, 5), (64, 3)):
+    for size, seed in ((128, 5), (64, 3)):
         mask = create_block_mask(_documents, None, None, 300, 400, "cpu", BLOCK_SIZE=(size, 128))
         lists = block_lists(mask, 2, 2, 300, 330, torch.device("cpu"))
         call = {"attn_mask_type": "causal", "mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
@@ -182,8 +182,7 @@ def test_pages(page_size: int, dim: int, splits: int) -> None:
 def test_pieces_of_a_plan(call: dict[str, Any], dims: tuple[int, int]) -> None:
     """Some tiles are one piece, and write their results; a sequence has no keys, and another one no query."""
     inputs = {"lengths_q": [3, 1, 0, 2], "lengths_kv": [700, 0, 90, 40], "num_heads": 4, "num_heads_kv": 2, "padding": True}
-    for seed in (2, 7):
-        check(seed, call, BY_LENGTHS, qkv_format="thd", gap=2, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+    check(7 if dims[0] == 64 else 2, call, BY_LENGTHS, qkv_format="thd", gap=2, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
 # With a head dim whose tile has the form of the loop: 64 has rings, and 128 one buffer for k and one for v
@@ -215,8 +214,8 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
-# round robin and random; eager, lazy and random
-@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
+# random; eager, lazy, round robin and random
+@pytest.mark.parametrize("seeds", [(5,), pytest.param((0, 1, 2, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
 def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
     where, dim, fault = FAULTS[name]
     [kernels] = kernels_with((mma_forward,), where, fault, tmp_path)

@@ -88,10 +88,10 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", [89, 120])
 def test_bands(band: dict[str, Any], dim: int, capability: int) -> None:
-    """Lazy and random schedules; blocks that an edge cuts on either side, and complete ones."""
+    """Blocks that an edge cuts on either side, and complete ones."""
     inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [330, 9, 165], "num_heads": 2, "num_heads_kv": 1, "gap": 2}
     call = call_of(band, "block", qkv_format="thd", padding=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
-    check(call, 1, 7, capability=capability)
+    check(call, 7 if dim == 64 else 1, capability=capability)  # random, lazy
 
 
 @pytest.mark.sample(pairs=False)
@@ -100,13 +100,13 @@ def test_bands(band: dict[str, Any], dim: int, capability: int) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80), (192, 128), (96, 96), (16, 16), (256, 256), (240, 144)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int], dtype: torch.dtype) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
-    check(call_of(call, "batch_head", dtype, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), 0, 5)
+    check(call_of(call, "batch_head", dtype, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), 5)
 
 
 @without_gpu
 def test_rows_whose_maximum_rises_by_much() -> None:
     inputs = {"outliers": True, "lengths_q": [500], "lengths_kv": [500], "num_heads": 2, "num_heads_kv": 2}
-    check(call_of({"attn_mask_type": "causal"}, "block", **inputs), 1, 4)
+    check(call_of({"attn_mask_type": "causal"}, "block", **inputs), 4)
 
 
 @pytest.mark.sample(pairs=False)
@@ -219,7 +219,7 @@ FAULTS: dict[str, tuple[ModuleType, dict[str, Any], inject.Fault]] = {
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
+@pytest.mark.parametrize("seeds", [(5,), pytest.param((0, 1, 2, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
 def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
     where, more, fault = FAULTS[name]
     [kernels] = kernels_with((mma_forward,), where, fault, tmp_path)

@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests import faults
 
+FAULTS = faults.faults()
 
-@pytest.mark.parametrize("fault", faults.faults(), ids=lambda fault: f"{fault.file}: {fault.says}")
-def test_fault_can_be_injected(fault: faults.Fault) -> None:
-    source = (faults.ROOT / fault.file).read_text()
-    edited = faults.edit(source, fault)
-    assert ast.dump(ast.parse(edited)) != ast.dump(ast.parse(source))
-    named = faults.test_files(fault.tests)
-    assert named
-    assert all((faults.ROOT / path).exists() for path in named)
+
+@pytest.mark.parametrize("file", sorted({fault.file for fault in FAULTS}))
+def test_faults_of_a_file_can_be_injected(file: str) -> None:
+    source = (faults.ROOT / file).read_text()
+    for fault in FAULTS:
+        if fault.file == file:
+            compile(faults.edit(source, fault), file, "exec", dont_inherit=True)
+            assert dump(fault.old) != dump(fault.new), fault.says
+
+
+def dump(fragment: str) -> str:
+    return ast.dump(ast.parse(textwrap.dedent(fragment)))
+
+
+def test_faults_name_tests_that_exist() -> None:
+    for fault in FAULTS:
+        named = faults.test_files(fault.tests)
+        assert named, fault.says
+        assert all((faults.ROOT / path).exists() for path in named), fault.says
+        path, _, name = fault.found_by.partition("::")
+        if name:
+            function = name.partition("[")[0].partition(" ")[0].rpartition("::")[2]
+            defined = rf"^ *(def {function}\(|{function} = )|^    {function},$"  # or made, or imported
+            assert re.search(defined, (faults.ROOT / path).read_text("utf-8"), re.MULTILINE), fault.found_by
 
 
 def test_each_fault_is_found_or_explained() -> None:
-    for fault in faults.faults():
+    for fault in FAULTS:
         assert bool(fault.found_by) != bool(fault.survives_because), fault.says
 
 

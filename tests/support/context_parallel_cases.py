@@ -39,21 +39,20 @@ MOST_OF_ONE = 1.08  # of one process's root mean square error: dq of a part begi
 
 
 def features() -> None:
-    """Every feature under two strategies, and the most used ones under all."""
+    """Every feature under two strategies, and one of documents under all."""
     for number, problem in enumerate(calls.FEATURES.values()):
         calls.compare(problem, *calls.sampled(problem, number + dist.get_world_size()))
-    for name in ("causal", "mods", "documents with mods and a sink", "dropout, parts in eights"):
-        calls.compare(calls.FEATURES[name], [None], calls.WAYS)
-    for name in ("causal", "more queries than keys", "documents with mods and a sink"):
-        calls.compare(calls.FEATURES[name], [None], calls.PACKED)
-    calls.compare_drawn(range(12))
+    calls.compare(calls.FEATURES["documents with mods and a sink"], [None], (*calls.WAYS, *calls.PACKED))
+    calls.compare_drawn(range(3))
     in_eight_bits()
 
 
 def all_features() -> None:
-    """Every feature under every strategy in every layout."""
+    """Every feature under every strategy in every layout, and the most used ones as packed sequences."""
     for problem in calls.FEATURES.values():
         calls.compare(problem, calls.LAYOUTS, calls.WAYS)
+    for name in ("causal", "more queries than keys"):
+        calls.compare(calls.FEATURES[name], [None], calls.PACKED)
     for name, problem in calls.EIGHT_BITS.items():
         for layout in calls.LAYOUTS[: 2 if "blocks" in name else 3]:  # dealt chunks are of no whole blocks here
             calls.compare_eight(problem, layout, ["ulysses"] if "by heads" in name else calls.WAYS)
@@ -188,6 +187,9 @@ def decoding() -> None:
             everyones = [torch.empty_like(a) for _ in range(ranks)]
             dist.all_gather(everyones, a)
             assert all(torch.equal(a, other) for other in everyones)
+    used = {"attn_mask_type": "padding", "seqused_q": torch.tensor([1, 3], dtype=torch.int32, device=calls.DEVICE)}
+    got = distributed.attention_over_ranks(q, k[:, own], v[:, own], group=dist.group.WORLD, **used, **sink)
+    torch.testing.assert_close(got, flexattn.attention(q, k, v, **used, **sink), rtol=0.0, atol=calls.EXACT)
     packed = flexattn.attention(q[0], k[0], v[0], **_packed(newest), **sink)
     part = flexattn.attention(q[0], k[0, own], v[0, own], **_packed(newest, k[0, own].shape[0]), return_lse=True, backend="eager")
     merged = distributed.merge_over_ranks(

@@ -84,11 +84,7 @@ _NO_READS = (
     ("blocks of each head", "gather sliced"),
     ("blocks of documents", "ulysses"),
 )
-_NO_READS_IN_FP8 = (
-    ("scales of documents", "ring"),
-    ("rotation", "halo sliced"),
-    ("scales of blocks, by heads", "ulysses"),
-)
+_NO_READS_IN_FP8 = (("scales of documents", "ring"), ("rotation", "halo sliced"), ("scales of blocks, by heads", "ulysses"))
 
 
 def no_reads() -> None:

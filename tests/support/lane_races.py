@@ -156,9 +156,7 @@ def watched() -> Iterator[Races]:
         return _Stream(races, races.current)
 
     fake = SimpleNamespace(
-        current_stream=current_stream,
-        Stream=lambda device, priority=0: _Stream(races, next(names)),
-        stream=stream,
+        current_stream=current_stream, Stream=lambda device, priority=0: _Stream(races, next(names)), stream=stream
     )
     wait = exchange.PendingReceive.wait
 

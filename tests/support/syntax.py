@@ -40,7 +40,8 @@ def replaced(source: str, old: str, new: str, where: str = "") -> str:
         raise ValueError(f"where is {where!r}; accepted: the name of a function or class of the file")
     old_expression, new_expression = _expression(old_statements), _expression(new_statements)
     if old_expression is not None and new_expression is not None:
-        places = [_Place([node], []) for scope in found for node in _expressions(scope) if _same(node, old_expression)]
+        kind = type(old_expression)
+        places = [_Place([node], []) for node in _expressions(source, where) if type(node) is kind and _same(node, old_expression)]
     else:
         places = [place for scope in found for block in _blocks(scope) for place in _matches(block, old_statements)]
         if (keyword := _keyword(old_statements)) is not None and _keyword(new_statements) is not None:
@@ -105,13 +106,18 @@ def _named(node: ast.AST, prefix: str) -> Iterator[tuple[str, Scope]]:
             yield from _named(child, prefix)
 
 
-def _expressions(node: ast.AST) -> Iterator[ast.expr]:
-    """Yields the expressions below a node, except for the parts of f-strings, whose positions Python 3.11 does not tell."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):
-            yield child
-        if not isinstance(child, ast.JoinedStr):
-            yield from _expressions(child)
+@functools.lru_cache(16)
+def _expressions(source: str, where: str) -> list[ast.expr]:
+    """Returns the expressions in scopes, except for the parts of f-strings, whose positions Python 3.11 does not tell."""
+    nodes: list[ast.AST] = [*scopes(_parsed(source), where)]
+    found = []
+    while nodes:
+        for child in ast.iter_child_nodes(nodes.pop()):
+            if isinstance(child, ast.expr):
+                found.append(child)
+            if not isinstance(child, ast.JoinedStr):
+                nodes.append(child)
+    return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
 
 def _blocks(scope: Scope) -> Iterator[list[ast.stmt]]:

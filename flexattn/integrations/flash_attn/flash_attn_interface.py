@@ -43,7 +43,7 @@ def _lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
-def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
+def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, object]:
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens_q,

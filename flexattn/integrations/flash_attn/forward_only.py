@@ -34,7 +34,7 @@ def forward_only(attend: Callable[..., T], tensors: tuple[Tensor, ...], why: str
 
     why: the text of the NotImplementedError.
     """
-    result: Any = attend(*(x.detach() for x in tensors))
+    result: object = attend(*(x.detach() for x in tensors))
     out, *others = result if isinstance(result, tuple) else (result,)
     out = _ForwardOnly.apply(out, why, *tensors)  # type: ignore[no-untyped-call]
     results: Any = (out, *others) if isinstance(result, tuple) else out

@@ -172,7 +172,7 @@ def attend(
 def _after_starts(starts: Tensor, mask: Mask | None) -> Mask:
     """Returns a mask that hides the keys before each sequence's start and applies another mask to positions after it."""
 
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         position = kv_idx - starts[b]
         return position >= 0 if mask is None else (position >= 0) & mask(b, h, q_idx, position)
 

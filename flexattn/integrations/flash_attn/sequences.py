@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Lengths(NamedTuple):
@@ -44,7 +44,7 @@ class Lengths(NamedTuple):
 
     def named(self, side: str) -> dict[str, Any]:
         """Returns the lengths under `attention`'s names; side is q or kv."""
-        result: dict[str, Any] = {f"cu_seqlens_{side}": self.cumulative()}
+        result: dict[str, object] = {f"cu_seqlens_{side}": self.cumulative()}
         if self.table is not None:
             result |= {"page_table": self.table, f"max_seqlen_{side}": None if self.max_seqlen is None else int(self.max_seqlen)}
         elif self.cu_seqlens is not None:
@@ -83,7 +83,7 @@ def select_sequence(values: int | Tensor, b: Tensor) -> int | Tensor:
 def chunked(chunk: int, diagonal: int | Tensor) -> Mask:
     """Returns a mask that shows a query the keys of its own chunk; queries are aligned to the bottom-right corner."""
 
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         position = q_idx + select_sequence(diagonal, b)
         start = position - position % chunk
         return (kv_idx >= start) & (kv_idx < start + chunk)
@@ -94,7 +94,7 @@ def chunked(chunk: int, diagonal: int | Tensor) -> Mask:
 def band(left: int | None, right: int | None, diagonal: int | Tensor) -> Mask:
     """Returns a window's mask. Sides may be negative; None is open."""
 
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = kv_idx - q_idx - select_sequence(diagonal, b)
         visible = distance >= distance if left is None else distance >= -left
         return visible if right is None else visible & (distance <= right)

@@ -23,6 +23,8 @@ from flexattn.first_order import first_order
 from flexattn.validation import check_name, describe
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from flexattn.distributed.layout import Runs
     from flexattn.distributed.plans import Plan
 
@@ -38,8 +40,8 @@ _CACHED_OFFSETS: Any = WeakIdKeyDictionary()  # offsets -> (their version, their
 class Ranks(NamedTuple):
     """Ranks that share a sequence: the group of all, and for "a2a+p2p" this rank's groups (p2p, a2a)."""
 
-    group: Any
-    host_groups: tuple[Any, Any] | None
+    group: ProcessGroup
+    host_groups: tuple[ProcessGroup, ProcessGroup] | None
     cp_comm_type: str
     size: int
 
@@ -50,7 +52,9 @@ class Ranks(NamedTuple):
         return from_first_rank(rng_state, self.group)
 
 
-def ranks_of(cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_comm_type: str) -> Ranks | None:
+def ranks_of(
+    cp_group: ProcessGroup | list[ProcessGroup] | None, cp_global_ranks: Sequence[int] | None, cp_comm_type: str
+) -> Ranks | None:
     """Returns the ranks for `DotProductAttention.set_context_parallel_group`'s arguments, or None for no group or one rank.
 
     Raises:
@@ -78,7 +82,7 @@ def ranks_of(cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_comm_type:
     return Ranks(joint_group, (groups[1], groups[0]), cp_comm_type, sizes[0] * sizes[1])
 
 
-def _make_joint_group(a2a_group: Any, p2p_group: Any, cp_global_ranks: Sequence[int] | None) -> Any:
+def _make_joint_group(a2a_group: ProcessGroup, p2p_group: ProcessGroup, cp_global_ranks: Sequence[int] | None) -> ProcessGroup:
     """Returns the process group of all ranks; in its order, the ranks of an a2a group follow one another."""
     global_ranks = () if cp_global_ranks is None else tuple(int(rank) for rank in cp_global_ranks)
     inside, between = (tuple(torch.distributed.get_process_group_ranks(group)) for group in (a2a_group, p2p_group))
@@ -93,11 +97,13 @@ def _make_joint_group(a2a_group: Any, p2p_group: Any, cp_global_ranks: Sequence[
 
 
 @functools.lru_cache(maxsize=16)
-def _new_group(ranks: tuple[int, ...]) -> Any:
+def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
     everyone = torch.distributed.group.WORLD
+    assert everyone is not None
     if len(ranks) == torch.distributed.get_world_size(everyone):
         return everyone
-    return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
+    group: ProcessGroup = torch.distributed.new_group(list(ranks), use_local_synchronization=True)
+    return group
 
 
 def attend(ranks: Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -294,7 +300,7 @@ class _WholeGradient(torch.autograd.Function):
     """A tensor replicated on all ranks; its gradient on each rank is the sum over ranks, as in TransformerEngine."""
 
     @staticmethod
-    def forward(ctx: Any, group: object, t: Tensor) -> Tensor:
+    def forward(ctx: Any, group: ProcessGroup, t: Tensor) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(t)
         return t.view_as(t)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from flexattn.integrations.te.quantizers import in_fp8
 from flexattn.integrations.te.recipe import Recipe, active_recipe
 from flexattn.integrations.te.score_mod import TEScoreMod
 from flexattn.validation import check_count, check_name, describe
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -72,12 +75,12 @@ class DotProductAttention(torch.nn.Module):
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
+        tp_group: ProcessGroup | None = None,
         layer_number: int | None = None,
         attention_type: str = "self",
-        cp_group: Any = None,
+        cp_group: ProcessGroup | list[ProcessGroup] | None = None,
         cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
+        cp_stream: object = None,
         cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
@@ -142,7 +145,11 @@ class DotProductAttention(torch.nn.Module):
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def set_context_parallel_group(
-        self, cp_group: object, cp_global_ranks: list[int] | None, cp_stream: object, cp_comm_type: str = "p2p"
+        self,
+        cp_group: ProcessGroup | list[ProcessGroup] | None,
+        cp_global_ranks: list[int] | None,
+        cp_stream: object,
+        cp_comm_type: str = "p2p",
     ) -> None:
         """Sets the ranks that share sequences. None or a group of one rank: each rank has whole sequences.
 
@@ -168,7 +175,7 @@ class DotProductAttention(torch.nn.Module):
         self,
         query_layer: Any = None,
         key_layer: Any = None,
-        value_layer: Any = None,
+        value_layer: object = None,
         attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
@@ -190,10 +197,10 @@ class DotProductAttention(torch.nn.Module):
         fp8_output: bool = False,
         bf16_backward: bool = False,
         num_splits: int | None = 1,
-        score_mod: Callable[..., Any] | None = None,
-        score_mod_bprop: Callable[..., Any] | None = None,
-        score_mod_tensors: Mapping[str, Any] | None = None,
-        score_mod_bprop_tensors: Mapping[str, Any] | None = None,
+        score_mod: Callable[..., object] | None = None,
+        score_mod_bprop: Callable[..., object] | None = None,
+        score_mod_tensors: Mapping[str, object] | None = None,
+        score_mod_bprop_tensors: Mapping[str, object] | None = None,
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
@@ -260,7 +267,7 @@ class DotProductAttention(torch.nn.Module):
                 _check_pages(named | {"softmax_offset": self.softmax_offset}, bool(fp8_arguments) or active_recipe() is not None)
             k, v, fmt, mask_type, lengths = self._with_cache(inference_params, (k, v), fmt, mask_type)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "qkv_format": fmt,
             "attn_mask_type": "no_mask" if mask_type == ARBITRARY else mask_type,
             "window_size": window_of(mask_type, self.window_size if window_size is None else window_size),
@@ -293,7 +300,7 @@ class DotProductAttention(torch.nn.Module):
             if self._ranks is not None:
                 state = self._ranks.shared(state)
             arguments |= {"dropout_p": self.attention_dropout, "rng_state": state}
-        run: Callable[..., tuple[Any, Tensor | None]]
+        run: Callable[..., tuple[object, Tensor | None]]
         if self._ranks is None:
             run = functools.partial(_attend, Results(packing=packing), arguments)
         else:
@@ -398,7 +405,7 @@ def _check_pages(tensors: Mapping[str, Tensor | None], is_fp8: bool) -> None:
             )
 
 
-def _in_fp8(qkv: tuple[Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+def _in_fp8(qkv: tuple[Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, object]]:
     """Returns q, k and v as plain tensors, and the FP8 arguments if they are FP8 tensors."""
     tensors_by_name = {name: in_fp8(t, name) for name, t in zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True)}
     fp8_tensors = [t for t in tensors_by_name.values() if t is not None]

@@ -247,8 +247,8 @@ def fused_attn_bwd(
         lse = stats.squeeze(-1).transpose(0, 1) if layout.q_format == "thd" else stats.squeeze(-1)
         if call.kind is FusedAttnBackend.FP8:
             qkv = _all_in_fp8(q=q, k=k, v=v)
-            incoming = _fp8_incoming(o, d_o, lse, _check_fake_dtype(fake_dtype), (o_format, do_format, layout.q_format))
-            gradients = _fp8_gradients(results, qkv, incoming, arguments, fake_dtype)
+            formats = o_format, do_format, layout.q_format
+            gradients = _fp8_gradients(results, _recipe(fake_dtype), qkv, (o, d_o, lse), formats, arguments)
         else:
             out, dout = in_format(o, o_format, layout.q_format), in_format(d_o, do_format, layout.q_format)
             gradients = differentiate(results, Given(dout, q, k, v, out, lse), arguments)
@@ -466,53 +466,36 @@ def _dropout_backend(device: torch.device) -> str:
     return requested if requested != "auto" else "triton" if device.type == "cuda" else "eager"
 
 
-def _check_fake_dtype(fake_dtype: Any) -> torch.dtype:
-    if fake_dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"fake_dtype is {fake_dtype!r}; accepted with FP8: torch.bfloat16, torch.float16")
-    return fake_dtype  # type: ignore[no-any-return]
-
-
 @functools.cache
 def _recipe(fake_dtype: object) -> fp8.Recipe:
-    return fp8.Recipe(out_dtype=_check_fake_dtype(fake_dtype))
-
-
-class _Fp8Incoming(NamedTuple):
-    """A forward's results and their gradients, for q, k and v in FP8, in q's format."""
-
-    out: Tensor  # in 16 bits
-    lse: Tensor
-    dout: Tensor  # in FP8 or in 16 bits
-    dout16: Tensor | None  # None: dout is in 16 bits
-    descale_dout: Tensor | None
-
-
-def _fp8_incoming(o: Any, d_o: Any, lse: Tensor, dtype: torch.dtype, formats: tuple[str, str, str]) -> _Fp8Incoming:
-    """Returns o, d_o and lse for the backward. formats: the formats of o, d_o and q."""
-    o_format, do_format, q_format = formats
-    fp8_o, fp8_do = in_fp8(o, "o"), in_fp8(d_o, "d_o")
-    out = in_format(o if fp8_o is None else fp8_o.dequantize(dtype), o_format, q_format)
-    d_o16 = d_o if fp8_do is None else fp8_do.dequantize(dtype)
-    if fp8_do is None and _recipe(dtype).quantises_dout(d_o.device, requested_backend(None)):
-        fp8_do = in_fp8(Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(d_o), "d_o")
-    dout16 = in_format(d_o16, do_format, q_format)
-    if fp8_do is None:  # the backward rounds it
-        return _Fp8Incoming(out, lse, dout16, None, None)
-    data = in_format(fp8_do.data, do_format, q_format)
-    return _Fp8Incoming(out, lse, data, dout16, fp8_do.descale)
+    if fake_dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"fake_dtype is {fake_dtype!r}; accepted with FP8: torch.bfloat16, torch.float16")
+    return fp8.Recipe(out_dtype=fake_dtype)
 
 
 def _fp8_gradients(
-    results: Results, qkv: list[InFp8], incoming: _Fp8Incoming, arguments: dict[str, Any], fake_dtype: object
+    results: Results,
+    recipe: fp8.Recipe,
+    qkv: list[InFp8],
+    incoming: tuple[Any, Any, Tensor],
+    formats: tuple[str, str, str],
+    arguments: dict[str, object],
 ) -> Gradients:
-    """Returns the gradients of a call on FP8 tensors."""
-    q, k, v = qkv
-    recipe = _recipe(fake_dtype)
-    out, lse, dout, dout16, descale_dout = incoming
-    descale_4d = None if descale_dout is None else descale_dout.view(1, 1, 1)
-    grad_dtype = str(recipe.grad_dtype if dout16 is None else dout.dtype).removeprefix("torch.")
-    in_fp8 = GivenInFp8(recipe, grad_dtype, (q.descale, k.descale, v.descale), descale_4d, dout16, is_part=False)
-    return differentiate(results, Given(dout, q.data, k.data, v.data, out, lse), arguments, in_fp8)
+    """Returns the gradients of a call on FP8 tensors. incoming: o, d_o and lse. formats: those of o, d_o and q."""
+    (q, k, v), (o, d_o, lse), (o_format, do_format, q_format) = qkv, incoming, formats
+    dtype = recipe.out_dtype
+    assert dtype is not None
+    fp8_o, fp8_do = in_fp8(o, "o"), in_fp8(d_o, "d_o")
+    out = in_format(o if fp8_o is None else fp8_o.dequantize(dtype), o_format, q_format)
+    dout16 = in_format(d_o if fp8_do is None else fp8_do.dequantize(dtype), do_format, q_format)
+    if fp8_do is None and recipe.quantises_dout(d_o.device, requested_backend(None)):
+        fp8_do = in_fp8(Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(d_o), "d_o")
+    # Without fp8_do, the backward rounds dout.
+    dout = dout16 if fp8_do is None else in_format(fp8_do.data, do_format, q_format)
+    grad_dtype = str(recipe.grad_dtype if fp8_do is None else dout.dtype).removeprefix("torch.")
+    descale_dout, kept16 = (None, None) if fp8_do is None else (fp8_do.descale.view(1, 1, 1), dout16)
+    in_8_bits = GivenInFp8(recipe, grad_dtype, (q.descale, k.descale, v.descale), descale_dout, kept16, is_part=False)
+    return differentiate(results, Given(dout, q.data, k.data, v.data, out, lse), arguments, in_8_bits)
 
 
 def _quantized(dqkv: tuple[Tensor, Tensor, Tensor], packing: str, quantizer: Quantizer) -> tuple[Any, ...]:

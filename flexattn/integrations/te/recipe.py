@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
@@ -154,7 +154,7 @@ def recipe_of(recipe: object) -> Recipe:
 _UNSUPPORTED = ("MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> NoReturn:
     if name in _UNSUPPORTED:
         raise ImportError(f"recipe {name} is not supported for attention; accepted: DelayedScaling, Float8CurrentScaling")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -104,7 +104,7 @@ class Tensors(dict[str, GraphTensor]):
         raise MisusedName(f"the callback reads tensors[{name!r}], which was not passed; accepted: {names}")
 
 
-def read_tensors(tensors: Mapping[str, Any], indices: tuple[Any, ...], like: Any) -> dict[str, GraphTensor]:
+def read_tensors(tensors: Mapping[str, object], indices: tuple[Any, ...], like: object) -> dict[str, GraphTensor]:
     """Returns the tensors at one score's position: [b, h, sq, skv], or the last of these dims; a dim of 1 is broadcast."""
     read: dict[str, GraphTensor] = {}
     for name, t in tensors.items():

@@ -121,7 +121,7 @@ class TEScoreMod:
             bprop = functools.partial(bprop.__func__, clone)
         return functools.partial(self.forward.__func__, clone), bprop
 
-    def _run(self, role: str, callback: Callback, tensor: Any, tensors: Mapping[str, Value], indices: tuple[Any, ...]) -> Any:
+    def _run(self, role: str, callback: Callback, tensor: Any, tensors: Mapping[str, Value], indices: tuple[Any, ...]) -> object:
         result = callback(ScoreGraph(indices, tensor), GraphTensor(tensor), read_tensors(tensors, indices, tensor))
         if not isinstance(result, GraphTensor):
             raise MisusedType(f"{role} {_name(callback)} returned {result!r}; accepted: a tensor of its graph")

@@ -39,7 +39,7 @@ def attention_forward(
     max_length_k: int | Tensor | None = None,
     deterministic: bool | None = None,
     output_attentions: bool | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a transformers model, for its AttentionInterface.
 
@@ -131,7 +131,7 @@ def attention_forward(
         return_lse=sinks is not None,
         **arguments,
     )
-    out: Tensor = result if sinks is None else with_sinks(result.out, result.lse, sinks)
+    out: Tensor = result if sinks is None else with_sinks(result[0], result[1], sinks)
     return out.transpose(1, 2).contiguous(), None  # some models call view() on it
 
 
@@ -179,9 +179,7 @@ def _read(mask: Tensor | Visible | BlockMask, query: Tensor, key: Tensor) -> _Ma
     if mask.dtype != torch.bool:
         return _MaskArguments(bias=mask[..., :skv])
     has_batch, has_heads, has_queries = (int(size > 1) for size in shape[:3])
-    return _MaskArguments(
-        mask_mod=lambda b, h, q_idx, kv_idx: mask[b * has_batch, h * has_heads, q_idx * has_queries, kv_idx],
-    )
+    return _MaskArguments(mask_mod=lambda b, h, q_idx, kv_idx: mask[b * has_batch, h * has_heads, q_idx * has_queries, kv_idx])
 
 
 def _add_biases(mask: Tensor | None, position_bias: Tensor | None, keys: int) -> Tensor | None:
@@ -192,10 +190,7 @@ def _add_biases(mask: Tensor | None, position_bias: Tensor | None, keys: int) ->
 
 
 def _packed(
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-    max_length_q: int | Tensor | None,
-    max_length_k: int | Tensor | None,
+    cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, max_length_q: int | Tensor | None, max_length_k: int | Tensor | None
 ) -> tuple[Packed, Packed]:
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
@@ -237,7 +232,7 @@ def _separate(packed: tuple[Packed, Packed], mask_mod: MaskFunction | None, quer
         for x, p in zip((query, key), packed, strict=True)
     )
 
-    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         is_same_sequence = sequence_q[b, q_idx] == sequence_k[b, kv_idx]
         return is_same_sequence if mask_mod is None else is_same_sequence & mask_mod(b, h, q_idx, kv_idx)
 

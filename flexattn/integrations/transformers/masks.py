@@ -7,7 +7,7 @@ and key. flexattn returns a `Visible`, which keeps the function for the kernels,
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,12 +82,12 @@ class Visible:
         """Returns the mask itself; transformers calls it on any mask that generate() makes in advance."""
         return self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(f"attention_mask.{name}: {_NOT_A_TENSOR}")
 
-    def __getitem__(self, index: object) -> Any:
+    def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(f"attention_mask[{index!r}]: {_NOT_A_TENSOR}")
 
 

@@ -26,13 +26,13 @@ def paged_attention_forward(
     is_causal: bool | None = None,
     cache: Any = None,
     read_index: object = None,
-    write_index: Any = None,
+    write_index: object = None,
     cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     block_table: Tensor | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer in `generate_batch`, after transformers.integrations.flash_paged.paged_attention_forward,
     https://github.com/huggingface/transformers/blob/v5.17.0/src/transformers/integrations/flash_paged.py.
@@ -75,11 +75,7 @@ def paged_attention_forward(
     kind = "sliding_attention" if window else "full_attention"
     offsets_k, longest_k = (x[kind] if isinstance(x, dict) else x for x in (cu_seq_lens_k, max_seqlen_k))
     k, v = cache.update(
-        key_states=key,
-        value_states=value,
-        layer_idx=module.layer_idx,
-        read_index=read_index,
-        write_index=write_index,
+        key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
     )
     sinks: dict[str, Any] = {} if s_aux is None else {"softmax_type": "learnable", "softmax_offset": s_aux}
     out: Tensor = attention(

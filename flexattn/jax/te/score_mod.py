@@ -22,10 +22,10 @@ Callback = Callable[..., Any]
 class _Tensors(NamedTuple):
     """A dict of callbacks' tensors, split: numbers are part of the call, arrays are its operands."""
 
-    values: dict[Any, Any]  # numbers, and None for each array
-    arrays: dict[Any, Any]
+    values: dict[str, object]  # numbers, and None for each array
+    arrays: dict[str, jax.Array]
 
-    def joined(self, tensors: dict[Any, Tensor]) -> dict[Any, Any]:
+    def joined(self, tensors: dict[str, Tensor]) -> dict[str, object]:
         """Returns the dict with tensors in place of the arrays, in the original order."""
         return self.values | tensors
 

@@ -1,0 +1,117 @@
+"""The tangent of attention: one kernel, which takes the forward's out and lse, and its launcher."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
+from flexattn.kernels_triton.common.arguments import Inputs, Rows, Saved
+from flexattn.kernels_triton.common.band import visible_range_of_keys
+from flexattn.kernels_triton.common.exponents import LOG2E
+from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.lse_rows import lse_row
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sinks import load_sink
+from flexattn.kernels_triton.common.tile_memory import store_tile
+from flexattn.kernels_triton.runtime.launch import kernel
+from flexattn.kernels_triton.second_order.tiles import RowSums, Tangents, load_lse, load_qk, load_sink_tangent, load_v, scored
+
+
+class TangentArguments(NamedTuple):
+    inputs: Inputs
+    tangents: Tangents
+    saved: Saved
+    dout: Rows | None  # None: without delta and its tangent
+    tout: Rows  # zeros
+    sums: RowSums
+
+
+@triton.jit
+def _add_product(acc, weights, x, COLUMNS: tl.constexpr, META: tl.constexpr):
+    if COLUMNS == 0:
+        return tl.dot(weights.to(x.first.dtype), x.first, acc, input_precision=META.PRECISION)
+    else:
+        return tl.dot(weights.to(x.second.dtype), x.second, acc, input_precision=META.PRECISION)
+
+
+@kernel
+def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.constexpr):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    V0: tl.constexpr = META.V0
+    V1: tl.constexpr = META.V1
+    inputs, tangents, saved, sums = args.inputs, args.tangents, args.saved, args.sums
+    lengths_q = inputs.lengths_q
+    num_heads = inputs.num_heads
+    blocks = tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
+    pid = tl.program_id(0)
+    block = blocks - 1 - pid % blocks
+    h = pid // blocks % num_heads
+    b = pid // blocks // num_heads
+    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
+    start_kv, len_kv = load_sequence(inputs.lengths_kv, b, META.IS_RAGGED_KV)
+    first_row = block * BLOCK_M
+    if first_row >= len_q:
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    h_kv = h // inputs.group_size
+    shift = (len_kv - len_q) * inputs.band.bottom_right
+    head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
+    q = load_qk(inputs.q, b, h, start_q, first_row, len_q, BLOCK_M, META)
+    tq = load_qk(tangents.q, b, h, start_q, first_row, len_q, BLOCK_M, META)
+    row = lse_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
+    lse_log2 = load_lse(saved.lse_ptr, row, rows, len_q)
+
+    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
+    acc1 = acc0
+    if V1 > 0:
+        acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
+    mu = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
+    for n in tl.range(visible.begin, visible.end, BLOCK_N):
+        k = load_qk(inputs.k, b, h_kv, start_kv, n, len_kv, BLOCK_N, META)
+        tk = load_qk(tangents.k, b, h_kv, start_kv, n, len_kv, BLOCK_N, META)
+        tile = scored(q, tq, k, tk, lse_log2, tangents.bias, head, inputs, first_row, n, MODS, META)
+        v = load_v(inputs.v, b, h_kv, start_kv, n, len_kv, BLOCK_N, META)
+        tv = load_v(tangents.v, b, h_kv, start_kv, n, len_kv, BLOCK_N, META)
+        weighted = tile.p * tile.t_logit
+        total += tl.sum(tile.p, 1)
+        mu += tl.sum(weighted, 1)
+        weighted *= tile.drop
+        p = tile.p * tile.drop
+        acc0 = _add_product(_add_product(acc0, weighted, v, 0, META), p, tv, 0, META)
+        if V1 > 0:
+            acc1 = _add_product(_add_product(acc1, weighted, v, 1, META), p, tv, 1, META)
+    if META.HAS_SINK:
+        p_sink = tl.exp2(load_sink(inputs.softmax_offset_ptr, h, LOG2E, META) - lse_log2)
+        total += p_sink
+        mu += p_sink * load_sink_tangent(tangents.sink_ptr, h)
+    # lse in fp32 is rounded, and all of a row's weights have that error as one factor
+    scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+    mu *= scale
+    tl.store(sums.mu_ptr + row + rows, mu, mask=rows < len_q)
+    tl.store(sums.scale_ptr + row + rows, scale, mask=rows < len_q)
+    out = load_v(saved.out, b, h, start_q, first_row, len_q, BLOCK_M, META)
+    tout0 = acc0 * scale[:, None] - mu[:, None] * out.first.to(tl.float32)
+    pointer = row_pointer(args.tout, b, h, start_q + first_row, META)
+    _, offsets = row_steps(args.tout.stride_s, BLOCK_M, META)
+    store_tile(pointer, tout0, offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V)
+    tout1 = tout0
+    if V1 > 0:
+        tout1 = acc1 * scale[:, None] - mu[:, None] * out.second.to(tl.float32)
+        store_tile(pointer, tout1, offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V)
+    if args.dout.ptr is not None:
+        dout = load_v(args.dout, b, h, start_q, first_row, len_q, BLOCK_M, META)
+        delta = tl.sum(out.first.to(tl.float32) * dout.first.to(tl.float32), 1)
+        tangent_delta = tl.sum(tout0 * dout.first.to(tl.float32), 1)
+        if V1 > 0:
+            delta += tl.sum(out.second.to(tl.float32) * dout.second.to(tl.float32), 1)
+            tangent_delta += tl.sum(tout1 * dout.second.to(tl.float32), 1)
+        if saved.dlse_ptr is not None:
+            delta -= tl.load(saved.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+        tl.store(sums.delta_ptr + row + rows, delta, mask=rows < len_q)
+        tl.store(sums.tangent_delta_ptr + row + rows, tangent_delta, mask=rows < len_q)

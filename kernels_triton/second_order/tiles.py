@@ -1,0 +1,163 @@
+"""Parts of both kernels: the tile of probabilities with the tangent of its logits, and the arguments that they share.
+
+`dispatch.second_order` has the formulas. Each tile is [queries, keys].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
+from flexattn.kernels_triton.common.arguments import Bias, Pointer, Rows
+from flexattn.kernels_triton.common.band import visible_keys
+from flexattn.kernels_triton.common.dropout import dropout_keep
+from flexattn.kernels_triton.common.exponents import LOG2E
+from flexattn.kernels_triton.common.scores import logits
+from flexattn.kernels_triton.common.tile_memory import load_tile
+from flexattn.kernels_triton.runtime.device import Tile
+
+
+class Tangents(NamedTuple):
+    """Tangents of the inputs, in the inputs' layouts."""
+
+    q: Rows
+    k: Rows
+    v: Rows
+    bias: Bias | None
+    sink_ptr: Pointer  # [h]; None: 0
+
+
+class RowSums(NamedTuple):
+    """Numbers of each query, fp32 in lse's layout. The tangent kernel writes all; the two last ones only for a double backward."""
+
+    mu_ptr: Pointer  # sum(p * tangent of the logit), the tangent of lse
+    scale_ptr: Pointer  # factor that normalises the probabilities computed from lse
+    delta_ptr: Pointer  # sum(out * dout) - dlse
+    tangent_delta_ptr: Pointer  # sum(tangent of out * dout)
+
+
+class Parts(NamedTuple):
+    """The rows of a tensor in the one or two parts of its head dim, inside a kernel; the second is the first if there is one."""
+
+    first: tl.tensor
+    second: tl.tensor
+
+
+class Scored(NamedTuple):
+    """A tile of probabilities, before normalisation, and of tangents, inside a kernel."""
+
+    p: tl.tensor
+    t_raw: tl.tensor  # tangent of the scaled score, before softcap
+    t_logit: tl.tensor
+    cap_tanh: float | tl.tensor
+    drop: float | tl.tensor  # factor of dropout for each weight
+
+
+@triton.jit
+def load_parts(
+    x,
+    b,
+    h,
+    start,
+    first,
+    length,
+    ROWS: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D: tl.constexpr,
+    META: tl.constexpr,
+):
+    pointer = row_pointer(x, b, h, start + first, META)
+    _, offsets = row_steps(x.stride_s, ROWS, META)
+    part0 = load_tile(pointer, offsets, first, length, 0, D0, D, True)
+    part1 = part0
+    if D1 > 0:
+        part1 = load_tile(pointer, offsets, first, length, D0, D1, D, True)
+    return Parts(first=part0, second=part1)
+
+
+@triton.jit
+def load_qk(x, b, h, start, first, length, ROWS: tl.constexpr, META: tl.constexpr):
+    # Loads rows of q, of k or of their tangents.
+    return load_parts(x, b, h, start, first, length, ROWS, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+
+
+@triton.jit
+def load_v(x, b, h, start, first, length, ROWS: tl.constexpr, META: tl.constexpr):
+    # Loads rows of v, of out or of their tangents.
+    return load_parts(x, b, h, start, first, length, ROWS, META.V0, META.V1, META.HEAD_DIM_V, META)
+
+
+@triton.jit
+def product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
+    # Returns a b^T, added to `total` if that is a tile.
+    if total is None:
+        result = tl.dot(a.first, tl.trans(b.first), input_precision=META.PRECISION)
+    else:
+        result = tl.dot(a.first, tl.trans(b.first), total, input_precision=META.PRECISION)
+    if HAS_SECOND:
+        result = tl.dot(a.second, tl.trans(b.second), result, input_precision=META.PRECISION)
+    return result
+
+
+@triton.jit
+def _tangent_of_bias(bias, head, i, j):
+    entry = head.b
+    if bias.group is not None:
+        entry = head.b // bias.group
+    offset = tl.cast(entry, tl.int64) * bias.stride_b + tl.cast(head.h, tl.int64) * bias.stride_h
+    offsets = i.to(tl.int64) * bias.stride_m + j.to(tl.int64) * bias.stride_n
+    return tl.load(bias.ptr + offset + offsets, mask=(i < head.len_q) & (j < head.len_kv), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scored(q, tq, k, tk, lse_log2, bias, head, inputs, first_row, n, MODS: tl.constexpr, META: tl.constexpr):
+    # Returns the `Scored` of queries from `first_row` and keys from `n` on. bias: the bias's tangent.
+    i = first_row + tl.arange(0, META.BLOCK_M)[:, None]
+    j = n + tl.arange(0, META.BLOCK_N)[None, :]
+    qk = product(q, k, None, META.QK1 > 0, META)
+    t_raw = product(tq, k, None, META.QK1 > 0, META)
+    t_raw = product(q, tk, t_raw, META.QK1 > 0, META)
+    s, factor, cap_tanh, _ = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
+    p = tl.exp2(tl.fma(s, factor, -lse_log2[:, None]))
+    p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
+    if META.HAS_MASK_MOD:
+        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures), p, 0.0)
+    if bias.ptr is not None and META.HAS_PRE_SCALE_BIAS:
+        t_raw += _tangent_of_bias(bias, head, i, j)
+    t_raw *= inputs.scores.scale
+    t_logit = t_raw
+    if META.HAS_SOFTCAP:
+        t_logit = t_raw * (1 - cap_tanh * cap_tanh)
+    if bias.ptr is not None and META.HAS_POST_SCALE_BIAS:
+        t_logit += _tangent_of_bias(bias, head, i, j)
+    drop = 1.0
+    if META.HAS_DROPOUT:
+        drop = tl.where(dropout_keep(inputs, head.b, head.h, first_row, n, META), inputs.dropout.keep_scale, 0.0)
+    return Scored(p=p, t_raw=t_raw, t_logit=t_logit, cap_tanh=cap_tanh, drop=drop)
+
+
+@triton.jit
+def load_lse(lse_ptr, row, rows, length):
+    # Returns lse in units of log2, +inf for a row that sees nothing or does not exist.
+    lse = tl.load(lse_ptr + row + rows, mask=rows < length, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+
+
+@triton.jit
+def load_sink_tangent(sink_ptr, h):
+    t_sink = tl.zeros([], tl.float32)
+    if sink_ptr is not None:
+        t_sink = tl.load(sink_ptr + h).to(tl.float32)
+    return t_sink
+
+
+def tile_for(capability: int, row_bytes: int) -> Tile:
+    """Returns the tile for rows of this many bytes: a program holds up to seven tiles of rows in shared memory."""
+    if capability == 0:
+        return Tile(16, 16, 4, 1)
+    side = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    return Tile(side, side, 8 if side == 64 else 4, 1)

@@ -1,0 +1,173 @@
+"""Kernels for forward-mode and second derivatives, in Triton's interpreter against fp64, and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import attention
+from flexattn.dispatch import second_order, triton_second_order
+from flexattn.dispatch.spec import AttentionSpec, Operands
+from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.mods.trace import trace_mods
+from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_dlse, make_dout, make_inputs, reference_attention
+from tests.support.compiled_kernels import compile_sound
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def hides(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (kv_idx + q_idx) % 3 != 0
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(DEVICE)
+
+
+DENSE: dict[str, Any] = {"lengths_q": [19, 19], "lengths_kv": [37, 37]}
+PACKED: dict[str, Any] = {"qkv_format": "thd", "lengths_q": [19, 0, 5], "lengths_kv": [3, 3, 18], "gap": 3}
+# name -> (inputs, options); a bias and a softmax_offset get tangents
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "packed, causal, sink": (PACKED, {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "learnable"}),
+    "window, softcap, bias": (
+        DENSE | {"qkv_format": "bhsd"},
+        {"window_size": (9, 5), "softcap": 1.5, "bias_type": "pre_scale_bias"},
+    ),
+    "two parts, dropout, alibi": (
+        DENSE | {"head_dim_qk": 40, "head_dim_v": 24},
+        {"dropout_p": 0.25, "bias_type": "alibi", "softmax_type": "off-by-one"},
+    ),
+    "bias, mask_mod": (DENSE | {"qkv_format": "sbhd", "strided": True}, {"bias_type": "post_scale_bias", "mask_mod": hides}),
+    "padding, outliers": (
+        {"lengths_q": [19, 0, 5], "lengths_kv": [21, 3, 0], "padding": True, "outliers": True},
+        {"attn_mask_type": "padding_causal"},
+    ),
+}
+
+BY_DEFAULT = {("packed, causal, sink", "fp32"), ("window, softcap, bias", "fp32"), ("two parts, dropout, alibi", "fp32")}
+
+
+def make(case: str, dtype: torch.dtype) -> tuple[AttentionSpec, Operands, list[Tensor | None], Tensor, Tensor]:
+    """Returns spec, operands, tangents, dout and dlse."""
+    given, options = CASES[case]
+    inputs, options = make_inputs(**{"qkv_format": "bshd"} | given, dtype=dtype, device=DEVICE), {**options}
+    mask_mod = options.pop("mask_mod", None)
+    if options.get("bias_type") in ("pre_scale_bias", "post_scale_bias"):
+        options["bias"] = randn(1, 4, 19, 37).to(dtype)
+    if options.get("bias_type") == "alibi":
+        options["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
+    if options.get("softmax_type") == "learnable":
+        options["softmax_offset"] = randn(4).float()
+    if "dropout_p" in options:
+        options["rng_state"] = torch.tensor([11, 13], device=DEVICE)
+    spec, x = make_call(inputs, mods=None if mask_mod is None else trace_mods(None, mask_mod), **options)
+    along = [None if t is None else torch.where(t.isnan(), t, randn(*t.shape).to(t.dtype)) for t in second_order.inputs(x)]
+    return spec, x, along, make_dout(inputs), make_dlse(inputs)
+
+
+def results(spec: AttentionSpec, x: Operands, along: Any, dout: Tensor, dlse: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the results of the plain operations in `dtype`."""
+    spec = spec._replace(dtype=dtype)
+
+    def cast(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.nan_to_num(0.0).to(dtype)
+
+    x = x._replace(**{name: cast(getattr(x, name)) for name in ("q", "k", "v", "bias", "softmax_offset")})
+    wanted = [True, True, True, False, x.softmax_offset is not None]
+    found = second_order.double_backward(spec, x, cast(dout), cast(dlse), [cast(t) for t in along], wanted)
+    return named(found.ddout, found.ddlse, found.inputs)
+
+
+def named(out: Tensor, lse: Tensor, inputs: Any) -> dict[str, Tensor]:
+    names = ("out", "lse", "q", "k", "v", "bias", "softmax_offset")
+    return {name: t for name, t in zip(names, (out, lse, *inputs), strict=True) if t is not None}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case}-{name}", marks=[] if (case, name) in BY_DEFAULT else [pytest.mark.slow])
+        for case in CASES
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        if name == "fp32" or "outliers" not in case  # whose scores are too large for 16 bits
+    ],
+)
+def test_kernels_equal_the_formulas_in_fp64(case: str, dtype: torch.dtype) -> None:
+    spec, x, along, dout, dlse = make(case, dtype)
+    out, lse, _ = (t.to(dtype if t.dim() > 3 or i == 0 else torch.float32) for i, t in enumerate(reference_attention(spec, x)))
+    lse = lse.float()
+    ref = results(spec, x, along, dout, dlse, torch.float64)
+    eager = results(spec, x, along, dout, dlse, torch.float32)
+    first = triton_second_order.tangent(spec, x, out, lse, along)
+    found = triton_second_order.double_backward(spec, x, (out, lse), (dout, dlse), along)
+    got = named(found.ddout, found.ddlse, found.inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, (found.ddout, found.ddlse), strict=True))
+    assert got.keys() == ref.keys()
+    for name, t in got.items():
+        atol = 3e-5 if dtype is torch.float32 else 3e-2
+        scale = float(ref[name].abs().max().clamp_min(1.0))
+        check_close(name, t, ref[name], eager[name], factor=GRADIENT_FACTOR, atol=atol * scale)
+
+
+@pytest.mark.parametrize("fmt", ["bshd", pytest.param("thd", marks=pytest.mark.slow)])
+def test_attention_takes_them(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
+    given: dict[str, Any] = (
+        {"lengths_q": [9, 9], "lengths_kv": [9, 9]} if fmt == "bshd" else {"lengths_q": [9, 5], "lengths_kv": [7, 9]}
+    )
+    inputs = make_inputs(fmt, **given, device=DEVICE)
+    names, tensors = ("q", "k", "v"), inputs[:3]
+    along = tuple(randn(*t.shape).float() for t in tensors)
+    others = {name: value for name, value in inputs._asdict().items() if name not in names and value is not None}
+    calls: list[str] = []
+    for name in ("tangent", "double_backward"):
+        kernel = getattr(triton_second_order, name)
+
+        def counted(*arguments: Any, name: str = name, kernel: Callable[..., Any] = kernel) -> Any:
+            calls.append(name)
+            return kernel(*arguments)
+
+        monkeypatch.setattr(triton_second_order, name, counted)
+
+    def run(backend: str) -> Any:
+        def loss(*qkv: Tensor) -> Tensor:
+            return attention(*qkv, **others, attn_mask_type="padding" if fmt == "thd" else "causal", backend=backend).pow(3).sum()
+
+        return torch.func.jvp(torch.func.grad(loss, (0, 1, 2)), tensors, along)
+
+    wanted = run("eager")
+    assert not calls
+    torch.testing.assert_close(run("triton"), wanted, rtol=1e-3, atol=1e-3)
+    assert {*calls} == {"tangent", "double_backward"}
+
+
+def test_other_calls_take_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, _, along, _, _ = make("window, softcap, bias", torch.float32)
+    no_bias = [True, True, True, False, False]
+    assert "no GPU has run" in str(triton_second_order.unsupported(spec, along, no_bias))
+    monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
+    assert triton_second_order.unsupported(spec, along, no_bias) is None
+    assert "for a bias" in str(triton_second_order.unsupported(spec, along, [True] * 5))
+    assert "block_mask" in str(triton_second_order.unsupported(spec._replace(block_size=(128, 128)), along, no_bias))
+    assert "up to 256" in str(triton_second_order.unsupported(spec._replace(head_dim_v=264), along, no_bias))
+    assert "float64" in str(triton_second_order.unsupported(spec._replace(dtype=torch.float64), along, no_bias))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 72), (torch.bfloat16, 256), (torch.float32, 64)])
+def test_compiled(dtype: torch.dtype, dim: int, capability: int) -> None:
+    inputs = make_inputs(lengths_q=[200], lengths_kv=[200], head_dim_qk=dim, head_dim_v=dim, dtype=dtype)
+    spec, x = make_call(inputs, attn_mask_type="causal", softcap=2.0)
+    out, lse, _ = reference_attention(spec, x, torch.float32)
+    with pretended_device(capability, 132), recorded_launches() as launches:
+        triton_second_order.double_backward(spec, x, (out.to(dtype), lse), (out.to(dtype), None), list(second_order.inputs(x)))
+    assert len(launches) == 2
+    for report in compile_sound([request_for(launch, capability) for launch in launches]):
+        assert report.shared_bytes <= 160 << 10
