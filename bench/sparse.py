@@ -30,7 +30,7 @@ class Cell(NamedTuple):
     name: str
     queries: int
     keys: int
-    heads: tuple[int, int]  # of queries, and of keys
+    heads: tuple[int, int]  # query heads and key heads
     head_dims: tuple[int, int]
     listed: int  # keys of each query; 0: a dense call
     block: int = 1  # keys of an entry

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import attention, fp8
+from flexattn.dispatch import triton_second_order
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.ops import make_spec
 from flexattn.prepare import prepare
@@ -267,3 +268,20 @@ def test_a_list_of_one_key_gives_its_value_in_float32() -> None:
     torch.testing.assert_close(attention(q, k, v, kv_indices=indices), v.flip(1))
     none = attention(q, k, v, kv_indices=torch.full((1, 1, 1, 1), -1, dtype=torch.int32), kv_block_size=16)
     assert not none.any()
+
+
+def test_second_derivatives_are_those_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [torch.randn(1, 6, 2, 16, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(3)]
+    indices, _ = draw_lists((1, 6), 0, 6, 3)
+    found = []
+    for options in ({"kv_indices": indices}, {"mask": dense(indices, None, 6, 1) > 0}):
+        out = attention(*leaves, **options, backend="triton")  # type: ignore[arg-type]
+        (dq,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
+        found.append(torch.autograd.grad(dq.square().sum(), leaves))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
+    x, settings, _ = prepare(*leaves, in_full(*leaves[:2], {"kv_indices": indices}))
+    reason = triton_second_order.unsupported(make_spec(x, settings, None), (None,) * 6, (True, True, True, False, False))
+    assert reason is not None
+    assert "no kv_indices" in reason
