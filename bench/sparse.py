@@ -76,7 +76,7 @@ def flops_of(cell: Cell, direction: str) -> float:
 def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, Any], out: Tensor) -> float:
     """Returns the relative error of the last queries."""
     q, k, v = (t.float() for t in (qkv[0][:, -CHECKED:], *qkv[1:]))
-    own = {name: t[:, -CHECKED:] if isinstance(t, Tensor) else t for name, t in options.items()}
+    own: dict[str, Any] = {name: t[:, -CHECKED:] if isinstance(t, Tensor) else t for name, t in options.items()}
     exact = attention(q, k, v, **(own | {"backend": "eager"}))
     return float((out[:, -CHECKED:].float() - exact).norm() / exact.norm())
 
