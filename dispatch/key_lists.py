@@ -38,7 +38,7 @@ def gathered(t: Tensor, lists: Tensor) -> Tensor:
     """Returns the rows of t, [b, h_kv, s, d], that lists [b, 1 or h_kv, r, n] name: [b, h_kv, r, n, d], and 0 for empty entries."""
     batch, heads, keys, head_dim = t.shape
     if not lists.shape[-1]:
-        return t.new_zeros(batch, heads, lists.shape[2], 0, head_dim)
+        return t[:, :, None, :0].expand(-1, -1, lists.shape[2], -1, -1)  # a view, which has a gradient
     first = torch.arange(batch * heads, device=t.device).view(batch, heads, 1, 1) * keys
     # An embedding adds a key's gradients in a fixed order.
     rows = torch.nn.functional.embedding(first + lists.clamp(min=0), t.reshape(batch * heads * keys, head_dim))

@@ -29,8 +29,8 @@ def unsupported(spec: AttentionSpec, along: Along, wanted: Sequence[bool]) -> st
         return "no GPU has run these kernels; FLEXATTN_HOPPER=always allows them"
     if reason := triton_backend.unsupported(spec, "backward"):
         return reason
-    if spec.block_size is not None or (spec.mods is not None and spec.mods.score is not None):
-        return "the kernels have no score_mod and no block_mask"
+    if spec.kv_lists or spec.block_size is not None or (spec.mods is not None and spec.mods.score is not None):
+        return "the kernels have no score_mod, no block_mask and no kv_indices"
     if max(spec.head_dim_qk, spec.head_dim_v) > WIDEST:
         return f"the kernels support head dims up to {WIDEST}"
     _, _, _, bias, _, *captures = wanted

@@ -39,6 +39,7 @@ from flexattn.testing import (
     reference_gradients,
 )
 from tests.conftest import ROOT
+from tests.support.key_lists import draw_lists
 from tests.support.pages import make_pool
 
 E4M3 = torch.float8_e4m3fn
@@ -82,6 +83,7 @@ class Row(NamedTuple):
     cached: bool = False  # whether lengths are in seqused, as for keys in a cache
     fp8: bool = False  # whether k and v are kept in E4M3; they have no backward
     fp32: bool = False  # whether `attention_backward` is to give dq, dk and dv in float32
+    lists: int = 0  # lists of keys for each query: 1, or one for each key head
     cudnn: Any = None  # the same feature without others that cudnn takes no call with: another Row
 
 
@@ -213,6 +215,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "score_mod that ignores the score": Row(PACKED, {"score_mod": lambda score, b, h, i, j: (i + 2 * j) % 5 * 0.25}),
         "mask_mod": mask("padding_causal", PACKED, mask_mod=lambda b, h, i, j: (i + j) % 3 != h),
         "mask_mod that is a band": Row(STRIDED, {"mask_mod": lambda b, h, i, j: (i - j <= 9) & (i >= j)}),
+        "kv_indices": Row(PACKED, {"attn_mask_type": "padding_causal_bottom_right", "softcap": 5.0}, lists=1),
         "block_mask": Row(STRIDED, {"block_mask": lambda b, h, i, j: (i // 16 + j // 16) % 2 == b}),
     },
     "Softmax": {
@@ -348,6 +351,12 @@ def make_case(row: Row, device: str) -> Case:
     if mods:
         oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"), needs_grad=True)
     spec, operands = make_call(inputs, **oracle)
+    if row.lists:
+        tokens = tuple(inputs.q.shape[:1] if "thd" in inputs.qkv_format else inputs.q.shape[:2])
+        heads = row.lists if row.lists > 1 else 0
+        lists, _ = draw_lists(tokens, heads, max(scaled["lengths_kv"]), 20, device=device)
+        call["kv_indices"] = lists
+        spec, operands = spec._replace(kv_lists=row.lists), operands._replace(kv_indices=lists)
     return Case(
         inputs._asdict() | kept_keys(row, inputs, scaled) | call,
         inputs,

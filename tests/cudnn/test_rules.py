@@ -151,6 +151,7 @@ def test_the_rules_know_every_field_of_a_spec() -> None:
             "batch_invariant",
             "kv_dtype",
             "has_origin",
+            "bias_is_shared",
             "kv_lists",
             "kv_block",
         ),

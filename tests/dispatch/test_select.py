@@ -685,6 +685,7 @@ fields = {
     "kv_dtype": st.none() | st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
     "page_size": st.sampled_from([0, 1, 16, 48, 256]),
     "has_origin": st.booleans(),
+    "bias_is_shared": st.booleans(),
     "kv_lists": st.sampled_from([0, 0, 1, 3]),
     "kv_block": st.sampled_from([1, 64]),
 }
@@ -738,3 +739,12 @@ def test_any_spec_is_explained(spec, request):
     assert text.count("  why: ") == (2 if spec.needs_grad else 1)
     for name in BACKENDS:
         assert text.count(f"  not {name}: ") + text.count(f": {name}\n") == (2 if spec.needs_grad else 1)
+
+
+def test_auto_prefers_eager_for_lists_of_keys_on_a_gpu() -> None:
+    """No GPU has run the kernels for lists of keys. A warning names them."""
+    decision = select(ON_CUDA._replace(kv_lists=1), "forward", "auto")
+    assert decision.backend == "eager"
+    assert decision.warning is not None
+    assert "backend='triton' runs them" in decision.warning
+    assert select(ON_CUDA._replace(kv_lists=1), "forward", "triton").backend == "triton"

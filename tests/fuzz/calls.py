@@ -221,7 +221,17 @@ class Call:
             "return_max_logit": c.return_max_logit,
             "backend": c.where.backend,
         }
-        others = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v", "page_table")
+        others = (
+            "bias",
+            "alibi_slopes",
+            "softmax_offset",
+            "rng_state",
+            "descale_q",
+            "descale_k",
+            "descale_v",
+            "page_table",
+            "kv_indices",
+        )
         call |= {name: t[name] for name in (*others, *LENGTHS) if name in t}
         if c.fp8_of == "recipe":
             fmt = "HYBRID" if c.fp8 == "float8_e5m2" else "E4M3"
@@ -367,6 +377,9 @@ class Call:
             }
             if self._kind_of_descale(name) != "none":
                 sizes[f"descale_{name}"] = shapes[self._kind_of_descale(name)]
+        if c.listed:
+            tokens = (self._rows[0],) if c.q_format == "thd" else (self._batch, self._rows[0])
+            sizes["kv_indices"] = (*tokens, *((c.heads_kv,) if c.has_lists_of_heads else ()), c.listed)
         sizes["dlse"] = (c.heads, self._rows[0]) if c.q_format == "thd" else (self._batch, c.heads, self._rows[0])
         if c.bias_type in ("pre_scale_bias", "post_scale_bias"):
             whole = (self._batch, c.heads, *most)
@@ -407,7 +420,7 @@ class Call:
         layouts = {}
         for name, sizes in self._sizes().items():
             base_name = name.removeprefix("pages_")
-            if name in LENGTHS or name == "page_table":
+            if name in LENGTHS or name in ("page_table", "kv_indices"):
                 dtype = torch.int32
             elif name in INTEGERS:
                 dtype = self._rng.choice([torch.int32, torch.int64])
@@ -443,6 +456,8 @@ class Call:
                 values = torch.tensor(self._cumulative(name), dtype=torch.int32)
             elif name == "rng_state":
                 values = torch.tensor(self._rng_state)
+            elif name == "kv_indices":
+                values = self._lists(tuple(t.shape))
             elif name in INTEGERS:
                 values = self._integers(name, tuple(t.shape))
             else:
@@ -550,6 +565,13 @@ class Call:
             wrong = [-1, -(2**31), 2**31 - 1, rows + 1, 2 * rows, rng.randint(-rows - 1, 2 * rows + 1), 0]
             values = [rng.choice([value, *wrong]) for value in values] if rng.random() < 0.7 else values[::-1]
         return values
+
+    def _lists(self, shape: tuple[int, ...]) -> Tensor:
+        """Returns keys in any order, once each, and entries that are no key, some just behind the longest sequence."""
+        generator = torch.Generator().manual_seed(self._rng.randrange(2**32))
+        order = torch.rand(*shape[:-1], max(shape[-1], self._longest[1] + 2), generator=generator).argsort(-1)[..., : shape[-1]]
+        empty = torch.tensor((-1, *GARBAGE))[torch.randint(0, 3, shape, generator=generator)]
+        return torch.where(torch.rand(shape, generator=generator) < 0.2, empty, order).to(torch.int32)
 
     def _integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
         rng = self._rng

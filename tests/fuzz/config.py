@@ -108,6 +108,8 @@ class Config(NamedTuple):
     descales: tuple[str, str, str] = ("none", "none", "none")  # of q, k and v: names of DESCALES
     recipe: tuple[str, bool] = ("tensor", False)  # its granularity, or BLOCKS_OF_64, and whether it has a rotation
     gives_out: bool = False  # whether calls without gradients are given memory for out
+    listed: int = 0  # keys that a list names for each query; 0: no lists
+    has_lists_of_heads: bool = False  # whether each key head has lists of its own
     shares_bias: bool = False  # whether pairs of batch entries share an entry of the bias; the batch is then BATCH_OF_PAIRS
     # Each call draws these fields again (`varied`):
     packing: str = ""  # one of PACKINGS_OF_CALLS, if the shapes allow it: strides of tensors that share memory
@@ -228,11 +230,25 @@ def draw_config(seed: int, where: Where) -> Config:
         config = config._replace(lengths_in="cu_seqlens", results=Results())
     config = config._replace(wants=frozenset()) if config.page_size else config
     config = config._replace(gives_out=Random(f"{seed} in memory").random() < 0.3)
+    if (rng := Random(f"{seed} with lists of keys")).random() < 0.08:
+        return _with_lists(config, rng)
     if config.bias_type in ("pre_scale_bias", "post_scale_bias") and not is_long and Random(f"{seed} of pairs").random() < 0.25:
         config = config._replace(shares_bias=True, batch=BATCH_OF_PAIRS)
     if "fp8" in where.without:
         return config
     return _with_rare_backward(_with_fp8(config, Random(f"{seed} in FP8")), Random(f"{seed} with a rare backward"))
+
+
+def _with_lists(config: Config, rng: Random) -> Config:
+    """Returns a variant with lists of keys, without the features that the backend does not combine with them."""
+    config = config._replace(
+        listed=rng.choice([1, 5, 20]), has_lists_of_heads=rng.random() < 0.5, dropout_p=0.0, block_mask=None, extreme=None
+    )
+    if config.score_mod in EXTREME_MODS:
+        config = config._replace(score_mod=None)
+    if config.where.backend != "triton":
+        return config
+    return config._replace(bias_type="no_bias", score_mod=None, mask_mod=None, return_max_logit=False)
 
 
 def _with_fp8(config: Config, rng: Random) -> Config:
@@ -380,6 +396,7 @@ def features(config: Config) -> dict[str, str]:
         "score_mod": "large negatives" if c.extreme == "score_mod" else c.score_mod or "none",
         "mask_mod": c.mask_mod or "none",
         "block_mask": "block_mask" if c.block_mask else "none",
+        "lists of keys": ("of heads" if c.has_lists_of_heads else "one") if c.listed else "none",
         "gradients": "of scores" if c.wants - {"q", "k", "v"} else "of q, k and v" if c.wants else "none",
         "loss": " and ".join(sorted(c.loss)) if c.wants else "none",
         "deterministic": str(c.deterministic),

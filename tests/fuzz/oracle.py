@@ -161,6 +161,9 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     if p.mask_mod is not None:
         visible = visible & p.mask_mod(x)(b, h, i, j)
 
+    if "kv_indices" in x:
+        visible = visible & _listed(x["kv_indices"], q_rows, p.q.fmt, heads, skv)
+
     bias = _fitted(x["bias"], batch, sq, skv) if "bias" in x else None
     s = rounding(torch.einsum("bhid,bhjd->bhij", q, k))
     if p.bias_type == "pre_scale_bias":
@@ -224,6 +227,18 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
         scores,
         is_real,
     )
+
+
+def _listed(lists: Tensor, q_rows: Tensor, fmt: str, heads: int, skv: int) -> Tensor:
+    """Whether a query's list has a key, [b, h, sq, skv]. lists: [b, s, n] or [b, s, h_kv, n], in thd [t, n] or [t, h_kv, n]."""
+    rows = lists if fmt == "thd" else lists.flatten(0, 1)
+    rows = rows[:, None] if rows.dim() == 2 else rows
+    rows = torch.cat([rows, rows.new_full((1, *rows.shape[1:]), -1)])
+    own = rows[q_rows].permute(0, 2, 1, 3).long()  # [b, 1 or h_kv, sq, n]
+    is_key = (own >= 0) & (own < skv)
+    seen = torch.zeros((*own.shape[:-1], skv + 1), dtype=torch.bool, device=own.device)
+    seen.scatter_(-1, torch.where(is_key, own, skv), True)
+    return seen[..., :skv].repeat_interleave(heads // own.shape[1], 1)
 
 
 def press_slopes(heads: int) -> list[float]:

@@ -143,3 +143,17 @@ def test_an_indexer_may_have_any_number_of_heads(heads: int) -> None:
         wanted = attention_forward(_Layer(), q, k, v, shown)[0]
         got = attention_forward(layer, q, k, v, mask, block_indices=blocks)[0]
         torch.testing.assert_close(got, wanted)
+
+
+def test_sinks_for_each_token_take_a_share() -> None:
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, sinks = (
+        torch.randn(*size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), (2, 4, 6, 1))
+    )
+    scores = (q @ k.repeat_interleave(2, 1).mT * 0.5).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
+    wanted = (torch.cat((scores, sinks), -1).softmax(-1)[..., :6] @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    got = attention_forward(_Layer(), q, k, v, None, scaling=0.5, sinks=sinks)[0]
+    torch.testing.assert_close(got, wanted)
+    gradients = (torch.autograd.grad(out.square().sum(), (q, k, v, sinks)) for out in (got, wanted))
+    torch.testing.assert_close(*gradients)

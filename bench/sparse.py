@@ -1,0 +1,126 @@
+"""Attention by lists of keys (kv_indices) in shapes of models: time, TFLOP/s and error of the Triton kernels, beside dense calls.
+
+    python -m flexattn.bench.sparse --out sparse.json [--only PATTERN ...]
+
+Each row is a direction of a cell. The eager backend checks the results of a few queries in fp32. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn import attention
+from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu, quartiles
+
+CALLS = 8
+CHECKED = 64  # queries whose results are compared with the eager backend
+WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
+
+
+class Cell(NamedTuple):
+    """A causal call of one sequence, whose keys are as many as its queries or more."""
+
+    name: str
+    queries: int
+    keys: int
+    heads: tuple[int, int]  # query heads and key heads
+    head_dims: tuple[int, int]
+    listed: int  # keys of each query; 0: a dense call
+    block: int = 1  # keys of an entry
+
+
+CELLS = (
+    Cell("FlashMLA prefill 8k", 4096, 8192, (128, 1), (576, 512), 2048),
+    Cell("FlashMLA prefill 32k", 4096, 32768, (128, 1), (576, 512), 2048),
+    Cell("FlashMLA prefill 8k, dense", 4096, 8192, (128, 1), (576, 512), 0),
+    Cell("MiniMax-M3 16k, blocks of 128", 16384, 16384, (64, 4), (128, 128), 16, 128),
+    Cell("GQA 16k, 1024 keys", 16384, 16384, (32, 4), (128, 128), 1024),
+    Cell("GQA 16k, dense", 16384, 16384, (32, 4), (128, 128), 0),
+    Cell("decode, 64 queries over 32k", 64, 32768, (128, 1), (576, 512), 2048),
+)
+
+
+def tensors(cell: Cell, device: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Returns q, k and v in bf16, and the other arguments. v is the first columns of k if key heads are one."""
+    generator = torch.Generator(device).manual_seed(0)
+    make = functools.partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
+    (heads, heads_kv), (d_qk, d_v) = cell.heads, cell.head_dims
+    q, k = make(1, cell.queries, heads, d_qk), make(1, cell.keys, heads_kv, d_qk)
+    v = k[..., :d_v] if heads_kv == 1 else make(1, cell.keys, heads_kv, d_v)
+    options: dict[str, Any] = {"attn_mask_type": "causal_bottom_right", "backend": "triton"}
+    if cell.listed:
+        blocks = -(-cell.keys // cell.block)
+        shape = (1, cell.queries, cell.listed) if cell.block == 1 else (1, cell.queries, heads_kv, cell.listed)
+        last = torch.arange(cell.queries, device=device) + cell.keys - cell.queries
+        last = (last // cell.block + 1).view(1, -1, *(1,) * (len(shape) - 2))
+        options["kv_indices"] = (torch.rand(shape, generator=generator, device=device) * last).int().clamp(max=blocks - 1)
+        if cell.block > 1:
+            options["kv_block_size"] = (1, cell.block)
+    return [q, k, v], options
+
+
+def flops_of(cell: Cell, direction: str) -> float:
+    """Returns the floating-point operations of the products, without recomputation of scores."""
+    first = cell.keys - cell.queries
+    seen = cell.listed * cell.block * cell.queries if cell.listed else sum(range(first + 1, cell.keys + 1))
+    return 2.0 * seen * cell.heads[0] * sum(cell.head_dims) * (1.0 if direction == "forward" else 2.5)
+
+
+def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, Any], out: Tensor) -> float:
+    """Returns the relative error of the last queries."""
+    q, k, v = (t.float() for t in (qkv[0][:, -CHECKED:], *qkv[1:]))
+    own: dict[str, Any] = {name: t[:, -CHECKED:] if isinstance(t, Tensor) else t for name, t in options.items()}
+    exact = attention(q, k, v, **(own | {"backend": "eager"}))
+    return float((out[:, -CHECKED:].float() - exact).norm() / exact.norm())
+
+
+def calls_of(qkv: list[Tensor], options: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    out = attention(*leaves, **options)
+    dout = torch.randn_like(out)
+    calls: dict[str, Callable[[], object]] = {
+        "forward": lambda: attention(*qkv, **options),
+        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+    }
+    if "kv_indices" in options:
+        repeatable = attention(*leaves, deterministic=True, **options)
+        calls["backward, deterministic"] = lambda: torch.autograd.grad(repeatable, leaves, dout, retain_graph=True)
+    return calls
+
+
+def measure(cell: Cell, run: Run, device: str = "cuda") -> None:
+    qkv, options = tensors(cell, device)
+    error = error_of(cell, qkv, options, attention(*qkv, **options))
+    for direction, call in calls_of(qkv, options).items():
+        for _ in range(3):
+            call()
+        times = quartiles(event_times(call, CALLS, lambda: None))
+        rate = flops_of(cell, direction) / times["us"] / 1e6
+        row: Row = {"cell": cell.name, "direction": direction, "error": error, "tflops": rate, **times}
+        row["status"] = "measured" if error < WORST else "wrong"
+        run.add(row, f"{cell.name:32} {direction:24} {times['us']:10.0f} us {rate:7.1f} TFLOP/s  error {error:.1e}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of cells, such as 'FlashMLA*'")
+    arguments = parser.parse_args(argv)
+    need_gpu(parser)
+    run = Run("flexattn.bench.sparse", __doc__, arguments.out)
+    for cell in CELLS:
+        if any(fnmatch.fnmatch(cell.name, pattern) for pattern in arguments.only):
+            measure(cell, run)
+            torch.cuda.empty_cache()
+    run.write()
+    return run.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
