@@ -25,7 +25,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
     run()
     times = []
     for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()
