@@ -131,11 +131,15 @@ def _sums_rounded_weights(name: str, spec: AttentionSpec, x: Operands) -> bool:
 
 
 def _lengths(spec: AttentionSpec) -> tuple[list[int], list[int]]:
-    """Returns the lengths of two sequences, which differ if `spec` has lengths. They do not exceed the spec's length classes."""
+    """Returns the lengths of two sequences, or of four if they share a bias. They do not exceed the spec's length classes.
+
+    They differ if `spec` has lengths.
+    """
     longest = [min(most, known) if known else most for most, known in zip(LONGEST, (spec.length_q, spec.length_kv), strict=True)]
+    pairs = 2 if spec.bias_is_shared else 1
     if not spec.padding:
-        return [longest[0]] * 2, [longest[1]] * 2
-    return [longest[0], max(1, longest[0] // 3)], [max(1, longest[1] // 2), longest[1]]
+        return [longest[0]] * 2 * pairs, [longest[1]] * 2 * pairs
+    return [longest[0], max(1, longest[0] // 3)] * pairs, [max(1, longest[1] // 2), longest[1]] * pairs
 
 
 def _first_difference(

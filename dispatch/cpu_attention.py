@@ -46,7 +46,7 @@ def takes(spec: AttentionSpec, x: Operands) -> bool:
         return False
     if spec.return_max_logit or spec.bias_type == "alibi" or spec.softmax_type != "vanilla":
         return False
-    if x.bias is not None and (spec.needs_bias_grad or x.bias.dtype is not torch.float32):
+    if x.bias is not None and (spec.needs_bias_grad or spec.bias_is_shared or x.bias.dtype is not torch.float32):
         return False
     return _causal(spec, x) is not None or _is_short(spec, x)
 

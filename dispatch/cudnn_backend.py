@@ -240,6 +240,8 @@ def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
         return "cuDNN's ALiBi supports only fixed slopes and causal masks; use backend='triton'"
     if spec.bias_dims is None:
         return None
+    if spec.bias_is_shared:
+        return "batch entries share entries of the bias; use backend='triton', or pass bias.repeat_interleave(b // len(bias), 0)"
     if not spec.bias_dims[3]:
         return (
             "the bias is broadcast over the keys, and cuDNN needs a value for each key; expand the bias, or leave it out, because "

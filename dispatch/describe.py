@@ -17,7 +17,7 @@ def describe(spec: AttentionSpec, x: Operands | None = None) -> str:
     formats = spec.q_format if spec.q_format == spec.kv_format else f"{spec.q_format}_2{spec.kv_format}"
     parts = [formats, str(spec.dtype).removeprefix("torch."), *(_sizes(spec) if x is None else _shapes(x)), *_mask(spec)]
     if spec.bias_type != "no_bias":
-        parts.append(spec.bias_type)
+        parts.append(f"{spec.bias_type} shared by batch entries" if spec.bias_is_shared else spec.bias_type)
     if spec.softmax_type != "vanilla":
         parts.append(f"{spec.softmax_type} softmax")
     if spec.mods is not None:

@@ -48,6 +48,7 @@ class Sequences(NamedTuple):
     batch: range
     q: range
     kv: range
+    bias_entry: int | None = None  # the entry of a bias that groups of batch entries share; None: each has its own, or all have one
 
     def shift(self, band: Band) -> int:
         """Returns the number of the key at which the diagonal meets query 0."""
@@ -253,13 +254,18 @@ def block_kinds(block_mask: Sequence[Tensor]) -> Tensor:
 
 
 def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
-    """Returns the batch as groups of equal lengths: one group without padding, else one group per sequence.
+    """Returns the batch as groups of equal lengths and one bias: one group without padding, else one group per sequence.
 
     All lengths are read in one transfer. If lengths or starts do not fit the tensors, they are clamped. Slots may be in any order.
     """
     q_total, kv_total = x.q.shape[_token_dim(spec.q_format)], x.k.shape[_token_dim(spec.kv_format)]
+    batch = batch_size(spec, x)
+    group = batch // x.bias.shape[0] if x.bias is not None and x.bias.shape[0] not in (1, batch) else 0
+    if not spec.padding and group:
+        starts = range(0, batch, group)
+        return [Sequences(range(b, b + group), range(q_total), range(kv_total), b // group) for b in starts]
     if not spec.padding:
-        return [Sequences(range(batch_size(spec, x)), range(q_total), range(kv_total))]
+        return [Sequences(range(batch), range(q_total), range(kv_total))]
     (cu_q, padded_q, _), (cu_kv, padded_kv, _) = x.packing("q"), x.packing("kv")
     assert cu_q is not None
     assert cu_kv is not None
@@ -270,15 +276,18 @@ def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
             range(b, b + 1),
             _tokens(spec.q_format, q_total, q_ends[b : b + 2], q_starts[b], x.max_seqlen_q),
             _tokens(spec.kv_format, kv_total, kv_ends[b : b + 2], kv_starts[b], x.max_seqlen_kv),
+            b // group if group else None,
         )
-        for b in range(batch_size(spec, x))
+        for b in range(batch)
     ]
 
 
 def slice_block(spec: AttentionSpec, whole: Differentiable, sequences: Sequences, rows: range, cols: range) -> Differentiable:
     """Returns writable views of a block for `attend`. The same views of gradient buffers accumulate the block's gradients."""
     bias = whole.bias
-    for dim, part in enumerate((sequences.batch, None, rows, cols)):
+    entry = sequences.bias_entry
+    entries = sequences.batch if entry is None else range(entry, entry + 1)
+    for dim, part in enumerate((entries, None, rows, cols)):
         if bias is not None and part is not None and bias.shape[dim] != 1:
             bias = bias.narrow(dim, part.start, len(part))
     return Differentiable(

@@ -44,7 +44,8 @@ def sample_operands(
     batch, longest_q, longest_kv = len(lengths_q), max(lengths_q), max(lengths_kv)
     bias = None
     if spec.bias_dims is not None:
-        full = (batch, spec.num_heads, longest_q, longest_kv)
+        entries = max((n for n in range(2, batch) if batch % n == 0), default=batch) if spec.bias_is_shared else batch
+        full = (entries, spec.num_heads, longest_q, longest_kv)
         bias = normal(*(size if spans else 1 for size, spans in zip(full, spec.bias_dims, strict=True)), dtype=spec.dtype)
     sides: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_kv", "page_table", "out"))
     for end, fmt, lengths in (("q", spec.q_format, lengths_q), ("kv", spec.kv_format, lengths_kv)):

@@ -347,6 +347,7 @@ class AttentionSpec(NamedTuple):
     kv_dtype: torch.dtype | None = None  # the FP8 dtype of k and v if q is in `dtype`. If None, they are in `dtype` too.
     page_size: int = 0  # keys of a page if k and v are pools of pages, else 0.
     has_origin: bool = False  # whether dropout uses the positions in a larger call, which rng_state has for each sequence.
+    bias_is_shared: bool = False  # whether groups of consecutive batch entries share an entry of the bias.
 
     @property
     def group_size(self) -> int:
@@ -462,9 +463,14 @@ def from_bshd(x: Tensor, fmt: str) -> Tensor:
 
 
 def batch_size(spec: AttentionSpec, x: Operands) -> int:
+    return batch_of(spec.q_format, x)
+
+
+def batch_of(q_format: str, x: Operands) -> int:
+    """Returns the batch size of operands, whose queries are in `q_format`."""
     if x.cu_seqlens_q is not None:
         return x.cu_seqlens_q.shape[0] - 1
-    return x.q.shape[spec.q_format.index("b")]
+    return x.q.shape[q_format.index("b")]
 
 
 def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:

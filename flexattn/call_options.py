@@ -80,8 +80,9 @@ class BiasOptions(TypedDict, Generic[Array], total=False):
     """Bias.
 
     Args:
-        bias (Tensor, optional): q's dtype or float32, [b, h, sq, skv], where any dim may be 1. For packed sequences sq and skv are
-            max_seqlen_q and max_seqlen_kv, and entries are indexed within each sequence. Differentiable.
+        bias (Tensor, optional): q's dtype or float32, [b, h, sq, skv], where any dim may be 1. The first may also be n, if n
+            divides b: batch entry i then adds bias[i // (b // n)]. For packed sequences sq and skv are max_seqlen_q and
+            max_seqlen_kv, and entries are indexed within each sequence. Differentiable.
         bias_type (str, optional): "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after
             softmax_scale and softcap) or "alibi" (-slope * |distance from the diagonal|, added at the same place). Default:
             "post_scale_bias" with a bias, "alibi" with alibi_slopes, else "no_bias".

@@ -29,6 +29,7 @@ from flexattn.dispatch.spec import (
     Gradients,
     Operands,
     Results,
+    batch_of,
     empty_outputs,
     parse_format,
     with_classes,
@@ -190,6 +191,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         kv_dtype=None if x.k.dtype == x.q.dtype else x.k.dtype,
         page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
         has_origin=x.rng_state is not None and x.rng_state.dim() == 2,
+        bias_is_shared=x.bias is not None and x.bias.shape[0] != 1 and x.bias.shape[0] != batch_of(q_format, x),
     )
 
 

@@ -112,7 +112,7 @@ def _sequences(spec: AttentionSpec, x: Operands, batch: int | None) -> list[Sequ
     if spec.padding:
         return sequences if _is_whole(spec, batch) else [sequences[batch or 0]]
     one = batch or 0
-    return [sequences[0]._replace(batch=range(one, one + 1))]
+    return [group._replace(batch=range(one, one + 1)) for group in sequences if one in group.batch]
 
 
 def _is_whole(spec: AttentionSpec, batch: int | None) -> bool:

@@ -127,7 +127,9 @@ def _kinds(
     """Returns "heads", "batch", "sequence" or, if a mesh dim divides nothing, "all" for it."""
     placements: tuple[Placement, ...] = q.placements if isinstance(q, DTensor) else (Replicate(),) * mesh.ndim
     kinds = []
-    left = {"heads": math.gcd(*heads), "batch": batch}
+    bias = arguments["bias"]
+    shared = batch if bias is None or bias.shape[0] == 1 else math.gcd(batch, bias.shape[0])  # ranks get whole groups of entries
+    left = {"heads": math.gcd(*heads), "batch": shared}
     has_lengths = any(arguments.get(name) is not None for name in _OF_ROWS)
     mask = arguments["block_mask"]
     if mask is not None and tuple(mask.kv_num_blocks.shape[:2]) != (1, 1):

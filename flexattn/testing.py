@@ -194,6 +194,7 @@ def make_call(
     sq = inputs.max_seqlen_q if inputs.max_seqlen_q is not None else q.shape[q_format.index("s")]
     skv = inputs.max_seqlen_kv if inputs.max_seqlen_kv is not None else k.shape[kv_format.index("s")]
     bias_dims = None if bias is None else tuple(size != 1 for size in bias.shape)
+    batch = q.shape[q_format.index("b")] if inputs.cu_seqlens_q is None else len(inputs.cu_seqlens_q) - 1
     # Does not use ops.make_spec: a fault there would be the reference's too, and no comparison would show it.
     spec = AttentionSpec(
         q_format=q_format,
@@ -219,6 +220,7 @@ def make_call(
         mods=None if mods is None else mods.program,
         block_size=None if blocks is None else blocks.block_size,
         has_origin=rng_state is not None and rng_state.dim() == 2,
+        bias_is_shared=bias is not None and bias.shape[0] not in (1, batch),
     )
     sizes = {"max_seqlen_q": sq, "max_seqlen_kv": skv, "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale}
     operands = Operands(

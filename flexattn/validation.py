@@ -202,10 +202,13 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
             f"bias has dtype torch.bool; accepted: {dtypes}. Pass a bool tensor as mask=, True where a query sees a key."
         )
     check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
-    if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):
-        hint = ". Add dims of size 1 in front, such as bias[None, None], or pass it as mask=." if bias.dim() < 4 else ""
+    fits = bias.dim() == 4 and all(size in (full, 1) for size, full in zip(bias.shape[1:], shape[1:], strict=True))
+    if not fits or not (bias.shape[0] in (shape[0], 1) or (shape[0] > bias.shape[0] > 0 and shape[0] % bias.shape[0] == 0)):
+        hint = " Add dims of size 1 in front, such as bias[None, None], or pass it as mask=."
+        if bias.dim() >= 4:
+            hint = " The first may also be n, if n divides b: batch entry i then adds bias[i // (b // n)]."
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, any of which may be 1{hint}"
+            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, any of which may be 1.{hint}"
         )
 
 

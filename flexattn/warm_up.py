@@ -71,7 +71,8 @@ def _resolved(call: AttentionSpec | Mapping[str, Any], backend: str | None) -> _
                 "attention's arguments"
             )
         device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
-        x = sample_operands(call, device, [call.length_q or LENGTH], [call.length_kv or LENGTH])
+        batch = 4 if call.bias_is_shared else 1
+        x = sample_operands(call, device, [call.length_q or LENGTH] * batch, [call.length_kv or LENGTH] * batch)
         return _Call(call, requested_backend(backend), x)
     if not isinstance(call, Mapping):
         raise TypeError(f"warmup() got a {type(call).__name__}; accepted: a dict of attention's arguments, or an AttentionSpec")

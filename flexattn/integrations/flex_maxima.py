@@ -25,10 +25,10 @@ def row_maxima(query: Tensor, key: Tensor, value: Tensor, **arguments: object) -
         dtype = torch.promote_types(query.dtype, torch.float32)
         maxima = torch.full(query.shape[:3], NEG_INF, dtype=dtype, device=query.device)
         operands = Differentiable.of(dequantize(spec, x, dtype))
-        batch, heads, sq = maxima.shape
+        _, heads, sq = maxima.shape
         cols, step = range(key.shape[2]), max(1, MOST_AT_ONCE // max(1, heads * key.shape[2]))
         for sequences in split_sequences(spec, x):
-            for b in range(batch):
+            for b in sequences.batch:
                 sequence = sequences._replace(batch=range(b, b + 1))
                 for first in range(0, sq, step):
                     rows = range(first, min(sq, first + step))

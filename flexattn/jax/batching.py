@@ -29,7 +29,7 @@ def fold_forward(primitive: Primitive) -> Callable[..., Batched]:
     def rule(arrays: Sequence[jax.Array], dims: Sequence[int | None], *, call: Call) -> Batched:
         if _needs_loop(call, dims, is_backward=False):
             return loop(primitive, arrays, dims, call)
-        n, operands, folded, _ = _fold(call, arrays, dims)
+        n, operands, folded = _fold(call, arrays, dims)
         out, lse, max_logit = primitive.bind(*operands, call=folded)
         q_format, _ = parse_format(call.settings.qkv_format)
         max_logit = jnp.broadcast_to(max_logit, (n, *max_logit.shape))  # max_logit is empty
@@ -45,7 +45,7 @@ def fold_backward(primitive: Primitive) -> Callable[..., Batched]:
         if _needs_loop(call, dims, is_backward=True):
             return loop(primitive, arrays, dims, call)
         count = call.num_operands
-        n, operands, folded, batch = _fold(call, arrays[:count], dims[:count], _mapped_size(arrays, dims))
+        n, operands, folded = _fold(call, arrays[:count], dims[:count], _mapped_size(arrays, dims))
         q_format, kv_format = parse_format(call.settings.qkv_format)
         out, lse, dout, *dlse = (_move_to_front(x, dim, n) for x, dim in zip(arrays[count:], dims[count:], strict=True))
         incoming = [_join_batch(out, q_format), _join_lse(lse, q_format), _join_batch(dout, q_format)]
@@ -54,10 +54,10 @@ def fold_backward(primitive: Primitive) -> Callable[..., Batched]:
         formats = (q_format, kv_format, kv_format)
         dense = [_split_batch(x, fmt, n) for x, fmt in zip(results[:3], formats, strict=True)]
         for dbias in results[3:]:
-            split_dbias = dbias.reshape(n, batch, *dbias.shape[1:])
+            split_dbias = dbias.reshape(n, dbias.shape[0] // n, *dbias.shape[1:])
             index = call.names().index("bias")
             bias_batch = arrays[index].shape[0 if dims[index] is None else (1 if dims[index] == 0 else 0)]
-            dense.append(split_dbias if bias_batch == batch else split_dbias.sum(1, keepdims=True).astype(dbias.dtype))
+            dense.append(split_dbias if bias_batch > 1 else split_dbias.sum(1, keepdims=True).astype(dbias.dtype))
         return dense, [0] * len(dense)
 
     return rule
@@ -102,8 +102,8 @@ def _move_to_front(x: jax.Array, dim: int | None, n: int) -> jax.Array:
     return jnp.broadcast_to(x, (n, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n: int = 0) -> tuple[int, list[Any], Call, int]:
-    """Returns the number of joined calls, the joined operands, the joined call, and the batch of each original call."""
+def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n: int = 0) -> tuple[int, list[Any], Call]:
+    """Returns the number of joined calls, the joined operands, and the joined call."""
     n = n or _mapped_size(arrays, dims)
     operands_and_dims: dict[str, tuple[Any, Any]] = dict(zip(call.names(), zip(arrays, dims, strict=True), strict=False))
     q_format, kv_format = parse_format(call.settings.qkv_format)
@@ -121,14 +121,14 @@ def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n
     if "bias" in operands_and_dims:
         bias = _move_to_front(*operands_and_dims["bias"], n)
         if bias.shape[1] != 1 or call.settings.needs_bias_grad or operands_and_dims["bias"][1] is not None:
-            bias = jnp.broadcast_to(bias, (n, batch, *bias.shape[2:]))
-            new["bias"] = bias.reshape(n * batch, *bias.shape[2:])
+            bias = jnp.broadcast_to(bias, (n, batch if bias.shape[1] == 1 else bias.shape[1], *bias.shape[2:]))
+            new["bias"] = bias.reshape(-1, *bias.shape[2:])
     if "alibi_slopes" in operands_and_dims and operands_and_dims["alibi_slopes"][0].ndim == 2:
         new["alibi_slopes"] = jnp.tile(operands_and_dims["alibi_slopes"][0], (n, 1))
     present = tuple(name for name in TENSORS if name in new or (name in call.present and name not in _LENGTHS))
     operands = [new[name] if name in new else operands_and_dims[name][0] for name in present]
     operands += arrays[len(call.present) : call.num_operands]
-    return n, operands, call._replace(present=present), batch
+    return n, operands, call._replace(present=present)
 
 
 def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: int, tokens: int) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: b
     if "page_table" in names:  # all sequences may read all pages
         kv_factors |= {"b": "page", "s": "page_row"}
         batch = shapes[names.index("page_table")][0]
+    shares_bias = "bias" in names and "t" not in q_format and shapes[names.index("bias")][0] not in (1, batch)
     q, k = tuple(q_factors[letter] for letter in q_format), tuple(kv_factors[letter] for letter in kv_format)
     out, v = _with_value_dim(q), _with_value_dim(k)
     lse: Factors = (heads, "query") if q_format == "thd" else ("batch", heads, "query")
@@ -106,7 +107,7 @@ def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: b
         if name in ("q", "k", "v"):
             return {"q": q, "k": k, "v": v}[name]
         if name == "bias":
-            return _broadcast(("batch", heads, "query", "key"), shape, fresh)
+            return _broadcast((next(fresh) if shares_bias else "batch", heads, "query", "key"), shape, fresh)
         if name in ("softmax_offset", "alibi_slopes"):
             return ("batch", heads)[-len(shape) :]
         if name in ("page_table", "seqused_q", "seqused_kv"):
@@ -119,6 +120,8 @@ def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: b
 
     operands = [factors(*item) for item in zip(names, shapes, strict=False)]
     sizes, split = {"key_head": key_heads, "in_group": in_group, "batch": batch}, _split_factors(call, key_heads)
+    if shares_bias:
+        split -= {"batch"}  # a device would need its part of the bias, which has fewer entries than the batch
     if not is_backward:
         has_max = call.settings.return_max_logit
         max_logit = (heads if has_max else next(fresh),)

@@ -61,13 +61,14 @@ class Band(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A bias [b | 1, h | 1, sq | 1, skv | 1]; the stride of a dim of size 1 is 0."""
+    """A bias [b | b / group | 1, h | 1, sq | 1, skv | 1]; the stride of a dim of size 1 is 0."""
 
     ptr: Pointer
     stride_b: int
     stride_h: int
     stride_m: int
     stride_n: int
+    group: int | None  # consecutive batch entries that share an entry of the bias; None: all or one
 
 
 class Alibi(NamedTuple):

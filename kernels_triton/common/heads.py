@@ -13,7 +13,10 @@ def load_head(bias, alibi, b, h, META: tl.constexpr):
     # Returns (pointer to the head's bias, its ALiBi slope).
     bias_ptr = 0.0  # never used
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
-        bias_ptr = bias.ptr + tl.cast(b, tl.int64) * bias.stride_b + tl.cast(h, tl.int64) * bias.stride_h
+        entry = b
+        if bias.group is not None:
+            entry = b // bias.group
+        bias_ptr = bias.ptr + tl.cast(entry, tl.int64) * bias.stride_b + tl.cast(h, tl.int64) * bias.stride_h
     alibi_slope = 0.0
     if META.HAS_ALIBI:
         alibi_slope = tl.load(alibi.ptr + b * alibi.stride_b + h)

@@ -182,7 +182,7 @@ class Problem:
     window_left: int | None = None
     window_right: int | None = None
     bottom_right: bool = False
-    bias: Tensor | None = None  # [b | 1, h | 1, sq | 1, skv | 1]
+    bias: Tensor | None = None  # [b | a divisor of b, h | 1, sq | 1, skv | 1]
     bias_is_pre_scale: bool = False
     alibi_slopes: Tensor | None = None  # fp32 [h] or [b, h], contiguous
     softcap: float = 0.0
@@ -478,7 +478,7 @@ class Problem:
         return Scores(
             scale=float(self.softmax_scale),
             softcap=float(self.softcap),
-            bias=bias_rows(self.bias),
+            bias=bias_rows(self.bias, self.batch),
             alibi=_alibi(self.alibi_slopes),
             captures=self.captures,
         )
@@ -595,12 +595,13 @@ def _list_strides(counts: Tensor) -> tuple[int, int]:
     return heads * lists if batch > 1 else 0, lists if heads > 1 else 0
 
 
-def bias_rows(bias: Tensor | None) -> Bias:
+def bias_rows(bias: Tensor | None, batch: int) -> Bias:
     # Triton 3.6 has no tuples with None that are made in a kernel, and `Head` is one that contains these strides
     if bias is None:
-        return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0)
+        return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0, group=None)
     stride_b, stride_h, stride_m, stride_n = _strides(bias, 4)
-    return Bias(ptr=bias, stride_b=stride_b, stride_h=stride_h, stride_m=stride_m, stride_n=stride_n)
+    group = None if bias.shape[0] in (1, batch) else batch // bias.shape[0]
+    return Bias(ptr=bias, stride_b=stride_b, stride_h=stride_h, stride_m=stride_m, stride_n=stride_n, group=group)
 
 
 def _alibi(slopes: Tensor | None) -> Alibi | None:

@@ -71,6 +71,9 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
     BY_ROWS: tl.constexpr = not SPANS_KV and (META.HAS_POST_SCALE_BIAS or not (META.HAS_SOFTCAP or META.HAS_SCORE_MOD))
     # the dims that this tile was broadcast over: (batch, head, query block, key block), each 1 if the bias spans that dim
     over_b = batch // bias_b
+    first_b = tile_b
+    if inputs.scores.bias.group is not None:
+        first_b = tile_b * inputs.scores.bias.group
     over_h = num_heads // bias_h
     over_m = 1 if SPANS_Q else tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
     over_n = 1 if SPANS_KV or BY_ROWS else tl.cdiv(lengths_kv.max_seqlen, BLOCK_N)
@@ -86,7 +89,7 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         n = tile_n + tl.cast(t % over_n, tl.int32)
         m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
         h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
-        b = tile_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
+        b = first_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
         start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
         start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
         shift = (len_kv - len_q) * inputs.band.bottom_right

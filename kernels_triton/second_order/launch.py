@@ -60,7 +60,7 @@ def attention_tangent(problem: Problem, along: Along, incoming: Incoming, tout: 
     meta = x.meta(tile, (*along[:3], out, tout, *(() if dout is None else (dout,))))
     args = TangentArguments(
         inputs=x.inputs(meta),
-        tangents=_tangents(along, meta),
+        tangents=_tangents(along, meta, x.batch),
         saved=Saved(out=rows(out, meta), lse_ptr=lse, dlse_ptr=dlse),
         dout=None if dout is None else rows(dout, meta),
         tout=rows(tout, meta),
@@ -87,7 +87,7 @@ def attention_double_backward(
     meta = x.meta(tile, (*along[:3], incoming.dout, hq, hk, hv))
     args = DoubleArguments(
         inputs=x.inputs(meta),
-        tangents=_tangents(along, meta),
+        tangents=_tangents(along, meta, x.batch),
         lse_ptr=incoming.lse,
         dout=rows(incoming.dout, meta),
         sums=sums,
@@ -103,6 +103,6 @@ def attention_double_backward(
     return sums, SecondGradients(hq, hk, hv, None if dsink is None else dsink.sum(1))
 
 
-def _tangents(along: Along, meta: object) -> Tangents:
+def _tangents(along: Along, meta: object, batch: int) -> Tangents:
     q, k, v = (rows(t, meta) for t in along[:3])  # type: ignore[arg-type]
-    return Tangents(q=q, k=k, v=v, bias=bias_rows(along.bias), sink_ptr=along.softmax_offset)
+    return Tangents(q=q, k=k, v=v, bias=bias_rows(along.bias, batch), sink_ptr=along.softmax_offset)

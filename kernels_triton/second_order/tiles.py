@@ -105,7 +105,10 @@ def product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
 
 @triton.jit
 def _tangent_of_bias(bias, head, i, j):
-    offset = tl.cast(head.b, tl.int64) * bias.stride_b + tl.cast(head.h, tl.int64) * bias.stride_h
+    entry = head.b
+    if bias.group is not None:
+        entry = head.b // bias.group
+    offset = tl.cast(entry, tl.int64) * bias.stride_b + tl.cast(head.h, tl.int64) * bias.stride_h
     offsets = i.to(tl.int64) * bias.stride_m + j.to(tl.int64) * bias.stride_n
     return tl.load(bias.ptr + offset + offsets, mask=(i < head.len_q) & (j < head.len_kv), other=0.0).to(tl.float32)
 

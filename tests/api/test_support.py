@@ -64,6 +64,7 @@ PADDED = {**LENGTHS, "padding": True, "gap": 3}
 PACKED = {**LENGTHS, "qkv_format": "thd", "gap": 3}
 STRIDED = {**EQUAL_LENGTHS, "strided": True}
 EQUAL = {**EQUAL_LENGTHS, "qkv_format": "bhsd"}
+FOUR = {**PADDED, "lengths_q": (37, 20, 5, 11), "lengths_kv": (29, 43, 7, 3)}
 LATENTS = {"head_dim_qk": 576, "head_dim_v": 512, "num_heads": 4, "num_heads_kv": 1, "dtype": torch.bfloat16}
 NOTHING: dict[str, Any] = {}
 
@@ -73,7 +74,7 @@ class Row(NamedTuple):
 
     inputs: dict[str, Any] = PADDED  # for `make_inputs`: sq != skv, grouped heads, NaN in the padding or around a strided view
     call: dict[str, Any] = NOTHING  # arguments of `attention`
-    bias: str = ""  # the dims that a bias spans, as in "1hss"
+    bias: str = ""  # the dims that a bias spans, as in "1hss"; n: half of the batch
     slopes: str = ""  # and those of alibi_slopes, "h" or "bh"
     dlse: bool = False  # whether a gradient comes in through lse too
     refusals: dict[str, str] = NOTHING  # backend -> why it cannot; cudnn's are its own rules, for a GPU that it is for
@@ -197,6 +198,7 @@ ROWS: dict[str, dict[str, Row]] = {
     "Scores": {
         **{f"pre_scale_bias {dims}": bias("pre", dims) for dims in BIAS_DIMS},
         **{f"post_scale_bias {dims}": bias("post", dims) for dims in BIAS_DIMS},
+        "post_scale_bias nhss": Row(FOUR, {"bias_type": "post_scale_bias", "softcap": 5.0}, bias="nhss"),
         "alibi, default slopes": Row(PACKED, {"attn_mask_type": "padding_causal", "bias_type": "alibi"}),
         "alibi, slopes [h]": Row(PACKED, {"attn_mask_type": "padding", "bias_type": "alibi"}, slopes="h"),
         "alibi, slopes [b, h]": Row(PACKED, {"attn_mask_type": "padding", "bias_type": "alibi"}, slopes="bh"),
@@ -322,7 +324,7 @@ def make_case(row: Row, device: str) -> Case:
     if row.bias:
         gap = row.inputs.get("gap", 0)
         full = (batch, num_heads, max(scaled["lengths_q"]) + gap, max(scaled["lengths_kv"]) + gap)
-        shape = [1 if dim == "1" else size for dim, size in zip(row.bias, full, strict=True)]
+        shape = [{"1": 1, "n": size // 2}.get(dim, size) for dim, size in zip(row.bias, full, strict=True)]
         call["bias"] = torch.randn(shape, generator=generator).to(device)
         call.setdefault("bias_type", "post_scale_bias")
     if row.slopes:

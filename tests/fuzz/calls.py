@@ -371,6 +371,8 @@ class Call:
         if c.bias_type in ("pre_scale_bias", "post_scale_bias"):
             whole = (self._batch, c.heads, *most)
             sizes["bias"] = tuple(size if spans else 1 for size, spans in zip(whole, c.bias_dims, strict=True))
+            if c.shares_bias and self._batch > 1:
+                sizes["bias"] = (self._batch // 2, *sizes["bias"][1:])
         if c.bias_type == "alibi" and c.slopes != "none":
             sizes["alibi_slopes"] = (self._batch, c.heads)[-len(c.slopes) :]
         if c.softmax_type == "learnable":

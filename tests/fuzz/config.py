@@ -108,6 +108,7 @@ class Config(NamedTuple):
     descales: tuple[str, str, str] = ("none", "none", "none")  # of q, k and v: names of DESCALES
     recipe: tuple[str, bool] = ("tensor", False)  # its granularity, or BLOCKS_OF_64, and whether it has a rotation
     gives_out: bool = False  # whether calls without gradients are given memory for out
+    shares_bias: bool = False  # whether pairs of batch entries share an entry of the bias; the batch is then BATCH_OF_PAIRS
     # Each call draws these fields again (`varied`):
     packing: str = ""  # one of PACKINGS_OF_CALLS, if the shapes allow it: strides of tensors that share memory
     as_views: bool = False  # then they are views of one tensor to autograd, else tensors of their own
@@ -131,6 +132,7 @@ class Config(NamedTuple):
 ALL_SCORE_MODS: dict[str, Drawn] = SCORE_MODS | EXTREME_MODS
 TENSORS = ("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "dout", "dlse")
 DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
+BATCH_OF_PAIRS = 4
 
 
 def draw_config(seed: int, where: Where) -> Config:
@@ -226,6 +228,8 @@ def draw_config(seed: int, where: Where) -> Config:
         config = config._replace(lengths_in="cu_seqlens", results=Results())
     config = config._replace(wants=frozenset()) if config.page_size else config
     config = config._replace(gives_out=Random(f"{seed} in memory").random() < 0.3)
+    if config.bias_type in ("pre_scale_bias", "post_scale_bias") and not is_long and Random(f"{seed} of pairs").random() < 0.25:
+        config = config._replace(shares_bias=True, batch=BATCH_OF_PAIRS)
     if "fp8" in where.without:
         return config
     return _with_rare_backward(_with_fp8(config, Random(f"{seed} in FP8")), Random(f"{seed} with a rare backward"))
@@ -313,7 +317,7 @@ def varied(config: Config, seed: int) -> Config:
         call_modes = rng.choice([(mode, "", ""), ("", "", mode), (mode, mode, ""), (mode, mode, mode), ("", mode, "")])
     is_long = config.longest != where.longest
     config = config._replace(
-        batch=config.batch if is_long else rng.randint(1, where.most_heads),
+        batch=config.batch if is_long or config.shares_bias else rng.randint(1, where.most_heads),
         heads_kv=config.heads_kv if is_long else rng.randint(1, where.most_heads),
         is_offset=rng.random() < 0.25 and "offset" not in where.without,
         gaps=rng.choice(["none", "ordered", "ordered" if "any order" in where.without else "any order"]),
@@ -342,7 +346,7 @@ def _with_other_numbers(config: Config, rng: Random) -> Config:
     return c._replace(
         window=tuple(side if side == "open" else rng.choice(sides) for side in c.window),
         diagonal=None if c.mask else rng.choice([None, True, False]),
-        bias_dims=c.bias_dims if "bias" in c.wants else tuple(rng.random() < 0.6 for _ in "bhij"),
+        bias_dims=c.bias_dims if "bias" in c.wants or c.shares_bias else tuple(rng.random() < 0.6 for _ in "bhij"),
         slopes=c.slopes if c.slopes == "none" else rng.choice(["h", "bh"]),
         has_scale=rng.random() < 0.25 and c.fp8_of not in ("all", "recipe"),
         dropout_p=rng.choice([0.1, 0.25, 0.5, 0.9]) if c.dropout_p else 0.0,
@@ -368,7 +372,8 @@ def features(config: Config) -> dict[str, str]:
         "descales": "of two kinds" if c.descales[1] != c.descales[2] else c.descales[1],
         "mask": c.mask or "none",
         "window": " and ".join(c.window),
-        "bias": c.bias_type + (f" {'bhij' if all(c.bias_dims) else 'broadcast'}" if has_bias else ""),
+        "bias": c.bias_type
+        + (f" {'of pairs' if c.shares_bias else 'bhij' if all(c.bias_dims) else 'broadcast'}" if has_bias else ""),
         "softmax": c.softmax_type,
         "softcap": "softcap" if c.has_softcap else "none",
         "dropout": "dropout" if c.dropout_p else "none",

@@ -161,7 +161,7 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     if p.mask_mod is not None:
         visible = visible & p.mask_mod(x)(b, h, i, j)
 
-    bias = _fitted(x["bias"], sq, skv) if "bias" in x else None
+    bias = _fitted(x["bias"], batch, sq, skv) if "bias" in x else None
     s = rounding(torch.einsum("bhid,bhjd->bhij", q, k))
     if p.bias_type == "pre_scale_bias":
         s = rounding(s + bias)
@@ -314,8 +314,10 @@ def _to_lse_format(rows: Tensor, side: Side, shape: torch.Size) -> Tensor:
     return in_format[..., 0].T if side.fmt == "thd" else in_format[..., 0].permute([side.fmt.index(dim) for dim in "bhs"])
 
 
-def _fitted(bias: Tensor, sq: int, skv: int) -> Tensor:
-    """Cut, or filled with zeros that no token meets, to the rectangle's size; a dim of 1 stays."""
+def _fitted(bias: Tensor, batch: int, sq: int, skv: int) -> Tensor:
+    """Cut, or filled with zeros that no token meets, to the rectangle's size; a dim of 1 stays. Shared entries are repeated."""
+    if bias.shape[0] not in (1, batch):
+        bias = bias.repeat_interleave(batch // bias.shape[0], 0)
     for dim, size in ((2, sq), (3, skv)):
         if bias.shape[dim] != 1:
             bias = bias.narrow(dim, 0, min(size, bias.shape[dim]))

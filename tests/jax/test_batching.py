@@ -32,6 +32,16 @@ CASES = {
         {"bias_type": "post_scale_bias"},
         False,
     ),
+    "shared bias": (
+        {"q": (N, 4, 9, 4, 16), "k": (4, 11, 2, 16), "v": (4, 11, 2, 8), "bias": (2, 4, 9, 11)},
+        {"bias_type": "post_scale_bias"},
+        False,
+    ),
+    "mapped bias of pairs": (
+        {"q": (4, 9, 4, 16), "k": (N, 4, 11, 2, 16), "v": (4, 11, 2, 8), "bias": (N, 2, 1, 9, 11)},
+        {"bias_type": "pre_scale_bias"},
+        False,
+    ),
     "thd": (
         {"q": (N, 12, 4, 16), "k": (N, 12, 2, 16), "v": (12, 2, 8)},
         {

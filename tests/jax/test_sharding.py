@@ -112,6 +112,7 @@ def test_packed_sequences_are_split_over_the_heads_alone(mesh: Any) -> None:
         {"dropout_p": 0.5, "rng_state": jax.random.key(3)},
         {"mask_mod": lambda b, h, i, j: (i + h) % 3 != j % 3},
         pytest.param({"score_mod": lambda s, b, h, i, j: s * (b + 1)}, marks=pytest.mark.slow),
+        pytest.param({"bias": normal(5, 2, 8, 24, 24)}, marks=pytest.mark.slow),  # pairs of sequences share an entry
         {"fp8_recipe": flexattn.fp8.Recipe()},
     ],
     ids=lambda arguments: next(iter(arguments)),

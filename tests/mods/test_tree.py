@@ -98,6 +98,7 @@ def test_the_triton_backend_skips_blocks_of_a_tree(dtype: torch.dtype, device: s
         (lambda parents, starts, ends: starts.__setitem__(1, 3), r"starts\[1\] is 3 and ends\[1\] is 8; accepted: 4 <= start"),
         (lambda parents, starts, ends: ends.__setitem__(3, 99), r"ends\[3\] is 99; accepted: 12 <= start <= end <= 16"),
     ],
+    ids=["another tree", "a parent that is no ancestor", "a root's parent", "overlapping segments", "past the row"],
 )
 def test_segments_in_another_order_are_refused(change: Callable[..., None], text: str | None) -> None:
     lists = [-1, 0, 0, 2], [0, 4, 8, 12], [4, 8, 12, 16]

@@ -44,6 +44,7 @@ def sharded() -> None:
         "bhsd": {"qkv_format": "bhsd", "attn_mask_type": "causal"},
         "bias and sink": {"bias_type": "post_scale_bias", "bias": bias, "softmax_type": "learnable", "softmax_offset": weights},
         "a bias for all heads": {"bias_type": "pre_scale_bias", "bias": bias[:, :1].expand(B, 1, S, S).contiguous()},
+        "a bias for pairs": {"bias": torch.randn(B // 2, HEADS, S, S, generator=generator)},
         "alibi": {"bias_type": "alibi"},
         "padding": {"attn_mask_type": "padding_causal", "cu_seqlens_q": cu, "cu_seqlens_kv": cu},
         "score_mod": {"score_mod": score_mod, "score_mod_tensors": [weights], "mask_mod": lambda b, h, i, j: i + h >= j + b},
