@@ -69,6 +69,7 @@ CASES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "rows without keys": (qkv(sq=6, skv=3), {"attn_mask_type": "causal_bottom_right"}),
     "bias": (qkv() | {"bias": randn(2, 4, 5, 6)}, {}),
     "shared bias before the scale": (qkv() | {"bias": randn(1, 4, 1, 6)}, {"bias_type": "pre_scale_bias", "softcap": 1.5}),
+    "bias of groups": (qkv(batch=4, sq=3, skv=3) | {"bias": randn(2, 4, 3, 3)}, {}),
     "sink": (qkv() | {"softmax_offset": randn(4)}, {"attn_mask_type": "causal"}),
     "off by one": (qkv(), {"softmax_type": "off-by-one"}),
     "softcap": (qkv(), {"softcap": 0.7, "softmax_scale": 1.3}),
