@@ -128,7 +128,7 @@ assert mask._flexattn_shifted.value[1] is kept
 ends = torch.tensor([0, 8, 16], dtype=torch.int32)
 for dim, call, text in (
     (2, {"bias": torch.ones(1, 2, 8, 8)}, r"bias has shape \\(1, 2, 8, 8\\)"),
-    (0, {"bias": torch.ones(2, 1, 8, 8)}, r"bias has shape \\(2, 1, 8, 8\\)"),
+    (0, {"bias": torch.ones(3, 1, 8, 8)}, r"bias has shape \\(3, 1, 8, 8\\)"),
     (2, {"bias": torch.ones(8)}, r"bias has shape \\(8,\\)"),
     (2, {"softmax_offset": torch.ones(3)}, r"softmax_offset has shape \\(3,\\)"),
     (0, {"attn_mask_type": "padding", "cu_seqlens": ends}, "the length of cu_seqlens_q less one is 2"),

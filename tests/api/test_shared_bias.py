@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 import flexattn
 from flexattn import ops, plot, sharded
+from flexattn.call_options import DEFAULTS
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.canary import _lengths
 from flexattn.dispatch.sample import sample_operands
@@ -86,7 +87,7 @@ def test_a_mesh_splits_whole_groups(monkeypatch: pytest.MonkeyPatch, entries: in
     """Three ranks cannot divide two entries of a bias, so q is gathered."""
     monkeypatch.setattr(sharded, "DTensor", SimpleNamespace)
     q, mesh = SimpleNamespace(placements=(Shard(0),)), SimpleNamespace(size=lambda dim: 3)
-    arguments = {"block_mask": None, "score_mod": None, "bias": torch.zeros(entries, 1, 1, 1)}
+    arguments = DEFAULTS | {"bias": torch.zeros(entries, 1, 1, 1)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert sharded._kinds(q, "bshd", "bshd", mesh, arguments, (4, 4), 6) == [kind]

@@ -41,7 +41,7 @@ def draw_for_hopper(seed: int, is_wide: bool = False) -> tuple[Call, AttentionSp
     """The first call, from a seed on, for the forward for sm_90, or for its row for head dims above 256."""
     for own in count(1000 * seed):
         config = draw_config(own, WIDE if is_wide else WHERE)
-        if config.kind != "ordinary":
+        if config.kind != "ordinary" or config.listed:
             continue
         layouts = config.layouts | {"dout": "plain", "dlse": "plain"}  # with the backend's arguments for kernels
         config = config._replace(

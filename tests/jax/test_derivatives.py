@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import flexattn.jax as fj
-from flexattn.fp8 import Recipe
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
+import jax.numpy as jnp  # noqa: E402
+
+import flexattn.jax as fj  # noqa: E402
+from flexattn.fp8 import Recipe  # noqa: E402
 
 RNG = np.random.default_rng(0)
 QKV = tuple(jnp.asarray(RNG.normal(size=(2, 5, heads, 8)), jnp.float32) for heads in (4, 2, 2))
