@@ -67,7 +67,9 @@ def with_block_mask(q: Any, k: Any, given: dict[str, Any]) -> dict[str, Any]:
     """
     size_q, size_kv = block_size(given["kv_block_size"])
     indices, counts = given.get("kv_indices"), given.get("kv_index_counts")
-    if size_q == 1 or indices is None:
+    if indices is None:
+        raise ValueError(f"kv_block_size is {given['kv_block_size']!r} without kv_indices. Pass both, or leave out kv_block_size.")
+    if size_q == 1:
         return given
     from flexattn.shorthands import score_sizes  # here, as that module imports this one when it needs it
 

@@ -224,6 +224,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"kv_indices": torch.zeros(2, 13, 3, dtype=torch.int64)}, "Convert with .to(torch.int32)"),
     ({"kv_indices": torch.zeros(2, 13, 3, 3, dtype=torch.int32)}, "kv_indices has shape (2, 13, 3, 3); accepted: [b, sq, n]"),
     ({"kv_index_counts": torch.zeros(2, 13, dtype=torch.int32)}, "kv_index_counts is given without kv_indices"),
+    ({"kv_block_size": 64}, "kv_block_size is 64 without kv_indices"),
     ({"kv_index_counts": torch.zeros(2, 12, dtype=torch.int32), "+": 1}, "kv_index_counts has shape (2, 12); accepted: [2, 13]"),
     ({"dropout_p": 0.5, "+": 1}, "dropout_p is 0.5 with kv_indices; accepted: 0.0"),
     ({"fp8_recipe": fp8.Recipe(), "+": 1}, "kv_indices is given with q in FP8"),
