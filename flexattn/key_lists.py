@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,10 +61,13 @@ def _check_tensor(name: str, t: Any, q: Tensor) -> None:
         raise ValueError(f"{name} is {describe(t)}; accepted: a tensor with a dim for each token")
 
 
-def with_block_mask(q: Any, k: Any, given: dict[str, Any]) -> dict[str, Any]:
+def with_block_mask(
+    q: Any, k: Any, given: dict[str, Any], sizes_of: Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
+) -> dict[str, Any]:
     """Returns options of `attention` whose lists of blocks are a block_mask, if blocks of queries have lists.
 
-    given: options with a kv_block_size. If each query has a list, they are returned as they are.
+    given: options with a kv_block_size. sizes_of: `shorthands.score_sizes`. If each query has a list, the options
+    stay as they are.
     """
     size_q, size_kv = block_size(given["kv_block_size"])
     indices, counts = given.get("kv_indices"), given.get("kv_index_counts")
@@ -71,11 +75,9 @@ def with_block_mask(q: Any, k: Any, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"kv_block_size is {given['kv_block_size']!r} without kv_indices. Pass both, or leave out kv_block_size.")
     if size_q == 1:
         return given
-    from flexattn.shorthands import score_sizes  # here, as that module imports this one when it needs it
-
     if given.get("block_mask") is not None:
         raise ValueError("block_mask is given with kv_block_size, which makes one of kv_indices. Leave one out.")
-    batch, heads, longest_q, longest_kv = score_sizes(q, k, DEFAULTS | given, "kv_block_size")
+    batch, heads, longest_q, longest_kv = sizes_of(q, k, DEFAULTS | given)
     heads_kv = k.shape[parse_format(str((DEFAULTS | given)["qkv_format"]))[1].index("h")]
     _check_tensor("kv_indices", indices, q)
     rows = -(-longest_q // size_q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def without_aliases(q: Any, k: Any, options: Mapping[str, Any]) -> dict[str, Any
     if given.get("kv_block_size") is not None:
         from flexattn.key_lists import with_block_mask  # here, because calls without lists of blocks should not wait for its import
 
-        given = with_block_mask(q, k, given)
+        given = with_block_mask(q, k, given, functools.partial(score_sizes, argument="kv_block_size"))
     mask = given.pop("mask", None)
     if mask is not None:
         given.update(masked(q, mask, score_sizes(q, k, DEFAULTS | given), DEFAULTS | given))

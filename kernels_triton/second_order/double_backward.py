@@ -11,7 +11,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Inputs, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
 from flexattn.kernels_triton.common.exponents import LOG2E
@@ -19,9 +18,10 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
-from flexattn.kernels_triton.common.tile_memory import store_tile
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.tiles import (
+    Parts,
+    Place,
     RowSums,
     Tangents,
     load_lse,
@@ -30,6 +30,7 @@ from flexattn.kernels_triton.second_order.tiles import (
     load_v,
     product,
     scored,
+    store_parts,
 )
 
 
@@ -53,6 +54,7 @@ class Queries(NamedTuple):
     tq: tl.tensor
     dout: tl.tensor
     lse_log2: tl.tensor
+    first_row: tl.tensor
     mu: tl.tensor
     scale: tl.tensor
     delta: tl.tensor
@@ -66,6 +68,7 @@ class Keys(NamedTuple):
     tk: tl.tensor
     v: tl.tensor
     tv: tl.tensor
+    n: tl.tensor  # the first key
 
 
 class Derivatives(NamedTuple):
@@ -82,11 +85,13 @@ def _load_queries(args, b, h, start_q, len_q, first_row, META: tl.constexpr):
     row = lse_row(b, h, inputs.num_heads, inputs.lengths_q.num_tokens, start_q, META)
     rows = first_row + tl.arange(0, META.BLOCK_M)
     is_real = rows < len_q
+    place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
     return Queries(
-        q=load_qk(inputs.q, b, h, start_q, first_row, len_q, META.BLOCK_M, META),
-        tq=load_qk(args.tangents.q, b, h, start_q, first_row, len_q, META.BLOCK_M, META),
-        dout=load_v(args.dout, b, h, start_q, first_row, len_q, META.BLOCK_M, META),
+        q=load_qk(inputs.q, place, META.BLOCK_M, META),
+        tq=load_qk(args.tangents.q, place, META.BLOCK_M, META),
+        dout=load_v(args.dout, place, META.BLOCK_M, META),
         lse_log2=load_lse(args.lse_ptr, row, rows, len_q),
+        first_row=first_row,
         mu=tl.load(sums.mu_ptr + row + rows, mask=is_real, other=0.0),
         scale=tl.load(sums.scale_ptr + row + rows, mask=is_real, other=0.0),
         delta=tl.load(sums.delta_ptr + row + rows, mask=is_real, other=0.0),
@@ -97,19 +102,19 @@ def _load_queries(args, b, h, start_q, len_q, first_row, META: tl.constexpr):
 @triton.jit
 def _load_keys(args, b, h_kv, start_kv, len_kv, n, META: tl.constexpr):
     inputs, tangents = args.inputs, args.tangents
+    place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
     return Keys(
-        k=load_qk(inputs.k, b, h_kv, start_kv, n, len_kv, META.BLOCK_N, META),
-        tk=load_qk(tangents.k, b, h_kv, start_kv, n, len_kv, META.BLOCK_N, META),
-        v=load_v(inputs.v, b, h_kv, start_kv, n, len_kv, META.BLOCK_N, META),
-        tv=load_v(tangents.v, b, h_kv, start_kv, n, len_kv, META.BLOCK_N, META),
+        k=load_qk(inputs.k, place, META.BLOCK_N, META),
+        tk=load_qk(tangents.k, place, META.BLOCK_N, META),
+        v=load_v(inputs.v, place, META.BLOCK_N, META),
+        tv=load_v(tangents.v, place, META.BLOCK_N, META),
+        n=n,
     )
 
 
 @triton.jit
-def _derivatives(args, queries, keys, head, first_row, n, MODS: tl.constexpr, META: tl.constexpr):
-    tile = scored(
-        queries.q, queries.tq, keys.k, keys.tk, queries.lse_log2, args.tangents.bias, head, args.inputs, first_row, n, MODS, META
-    )
+def _derivatives(args, queries, keys, head, MODS: tl.constexpr, META: tl.constexpr):
+    tile = scored(queries, keys, args.tangents.bias, head, args.inputs, MODS, META)
     p = tile.p * queries.scale[:, None]
     centred = product(queries.dout, keys.v, None, META.V1 > 0, META) * tile.drop - queries.delta[:, None]
     t_dp = product(queries.dout, keys.tv, None, META.V1 > 0, META) * tile.drop
@@ -127,28 +132,6 @@ def _derivatives(args, queries, keys, head, first_row, n, MODS: tl.constexpr, ME
 @triton.jit
 def _add(acc, weights, x, META: tl.constexpr):
     return tl.dot(weights.to(x.dtype), x, acc, input_precision=META.PRECISION)
-
-
-@triton.jit
-def _store_parts(
-    x,
-    tile0,
-    tile1,
-    b,
-    h,
-    start,
-    first,
-    length,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    D: tl.constexpr,
-    META: tl.constexpr,
-):
-    pointer = row_pointer(x, b, h, start + first, META)
-    _, offsets = row_steps(x.stride_s, tile0.shape[0], META)
-    store_tile(pointer, tile0, offsets, first, length, 0, D0, D)
-    if D1 > 0:
-        store_tile(pointer, tile1, offsets, first, length, D0, D1, D)
 
 
 @triton.jit
@@ -177,12 +160,14 @@ def _of_queries(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
     for n in tl.range(visible.begin, visible.end, META.BLOCK_N):
         keys = _load_keys(args, b, h // inputs.group_size, start_kv, len_kv, n, META)
-        found = _derivatives(args, queries, keys, head, first_row, n, MODS, META)
+        found = _derivatives(args, queries, keys, head, MODS, META)
         hq0 = _add(_add(hq0, found.t_dscore, keys.k.first, META), found.dscore, keys.tk.first, META)
         if QK1 > 0:
             hq1 = _add(_add(hq1, found.t_dscore, keys.k.second, META), found.dscore, keys.tk.second, META)
     scale = inputs.scores.scale
-    _store_parts(args.hq, hq0 * scale, hq1 * scale, b, h, start_q, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+    place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
+    hq = Parts(first=hq0 * scale, second=hq1 * scale)
+    store_parts(args.hq, hq, place, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
     if META.HAS_OFFSET:
         p_sink = tl.exp2(load_sink(inputs.softmax_offset_ptr, h, LOG2E, META) - queries.lse_log2) * queries.scale
         t_sink = load_sink_tangent(args.tangents.sink_ptr, h)
@@ -222,7 +207,7 @@ def _of_keys(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
         for first_row in tl.range(visible.begin, visible.end, META.BLOCK_M):
             queries = _load_queries(args, b, h, start_q, len_q, first_row, META)
-            found = _derivatives(args, queries, keys, head, first_row, n, MODS, META)
+            found = _derivatives(args, queries, keys, head, MODS, META)
             dscore, t_dscore = tl.trans(found.dscore), tl.trans(found.t_dscore)
             t_weights = tl.trans(found.t_weights)
             hk0 = _add(_add(hk0, t_dscore, queries.q.first, META), dscore, queries.tq.first, META)
@@ -232,8 +217,10 @@ def _of_keys(pid, args, MODS: tl.constexpr, META: tl.constexpr):
             if V1 > 0:
                 hv1 = _add(hv1, t_weights, queries.dout.second, META)
     scale = inputs.scores.scale
-    _store_parts(args.hk, hk0 * scale, hk1 * scale, b, h_kv, start_kv, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
-    _store_parts(args.hv, hv0, hv1, b, h_kv, start_kv, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, META)
+    place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
+    hk = Parts(first=hk0 * scale, second=hk1 * scale)
+    store_parts(args.hk, hk, place, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+    store_parts(args.hv, Parts(first=hv0, second=hv1), place, META.V0, META.V1, META.HEAD_DIM_V, META)
 
 
 @kernel

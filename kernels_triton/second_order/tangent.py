@@ -7,7 +7,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Inputs, Rows, Saved
 from flexattn.kernels_triton.common.band import visible_range_of_keys
 from flexattn.kernels_triton.common.exponents import LOG2E
@@ -15,9 +14,21 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
-from flexattn.kernels_triton.common.tile_memory import store_tile
 from flexattn.kernels_triton.runtime.launch import kernel
-from flexattn.kernels_triton.second_order.tiles import RowSums, Tangents, load_lse, load_qk, load_sink_tangent, load_v, scored
+from flexattn.kernels_triton.second_order.tiles import (
+    Parts,
+    Place,
+    RowSums,
+    ScoredKeys,
+    ScoredQueries,
+    Tangents,
+    load_lse,
+    load_qk,
+    load_sink_tangent,
+    load_v,
+    scored,
+    store_parts,
+)
 
 
 class TangentArguments(NamedTuple):
@@ -60,10 +71,12 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
     h_kv = h // inputs.group_size
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
-    q = load_qk(inputs.q, b, h, start_q, first_row, len_q, BLOCK_M, META)
-    tq = load_qk(tangents.q, b, h, start_q, first_row, len_q, BLOCK_M, META)
+    place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
+    q = load_qk(inputs.q, place, BLOCK_M, META)
+    tq = load_qk(tangents.q, place, BLOCK_M, META)
     row = lse_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
     lse_log2 = load_lse(saved.lse_ptr, row, rows, len_q)
+    queries = ScoredQueries(q=q, tq=tq, lse_log2=lse_log2, first_row=first_row)
 
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = acc0
@@ -73,11 +86,12 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
     total = tl.zeros([BLOCK_M], tl.float32)
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
     for n in tl.range(visible.begin, visible.end, BLOCK_N):
-        k = load_qk(inputs.k, b, h_kv, start_kv, n, len_kv, BLOCK_N, META)
-        tk = load_qk(tangents.k, b, h_kv, start_kv, n, len_kv, BLOCK_N, META)
-        tile = scored(q, tq, k, tk, lse_log2, tangents.bias, head, inputs, first_row, n, MODS, META)
-        v = load_v(inputs.v, b, h_kv, start_kv, n, len_kv, BLOCK_N, META)
-        tv = load_v(tangents.v, b, h_kv, start_kv, n, len_kv, BLOCK_N, META)
+        key_place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
+        k = load_qk(inputs.k, key_place, BLOCK_N, META)
+        tk = load_qk(tangents.k, key_place, BLOCK_N, META)
+        tile = scored(queries, ScoredKeys(k=k, tk=tk, n=n), tangents.bias, head, inputs, MODS, META)
+        v = load_v(inputs.v, key_place, BLOCK_N, META)
+        tv = load_v(tangents.v, key_place, BLOCK_N, META)
         weighted = tile.p * tile.t_logit
         total += tl.sum(tile.p, 1)
         mu += tl.sum(weighted, 1)
@@ -95,17 +109,14 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
     mu *= scale
     tl.store(sums.mu_ptr + row + rows, mu, mask=rows < len_q)
     tl.store(sums.scale_ptr + row + rows, scale, mask=rows < len_q)
-    out = load_v(saved.out, b, h, start_q, first_row, len_q, BLOCK_M, META)
+    out = load_v(saved.out, place, BLOCK_M, META)
     tout0 = acc0 * scale[:, None] - mu[:, None] * out.first.to(tl.float32)
-    pointer = row_pointer(args.tout, b, h, start_q + first_row, META)
-    _, offsets = row_steps(args.tout.stride_s, BLOCK_M, META)
-    store_tile(pointer, tout0, offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V)
     tout1 = tout0
     if V1 > 0:
         tout1 = acc1 * scale[:, None] - mu[:, None] * out.second.to(tl.float32)
-        store_tile(pointer, tout1, offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V)
+    store_parts(args.tout, Parts(first=tout0, second=tout1), place, META.V0, META.V1, META.HEAD_DIM_V, META)
     if args.dout.ptr is not None:
-        dout = load_v(args.dout, b, h, start_q, first_row, len_q, BLOCK_M, META)
+        dout = load_v(args.dout, place, BLOCK_M, META)
         delta = tl.sum(out.first.to(tl.float32) * dout.first.to(tl.float32), 1)
         tangent_delta = tl.sum(tout0 * dout.first.to(tl.float32), 1)
         if V1 > 0:

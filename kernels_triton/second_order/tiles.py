@@ -16,7 +16,7 @@ from flexattn.kernels_triton.common.band import visible_keys
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.scores import logits
-from flexattn.kernels_triton.common.tile_memory import load_tile
+from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.runtime.device import Tile
 
 
@@ -46,6 +46,33 @@ class Parts(NamedTuple):
     second: tl.tensor
 
 
+class Place(NamedTuple):
+    """Some rows of a head of a sequence, inside a kernel: those from `first` on."""
+
+    b: tl.tensor
+    h: tl.tensor
+    start: int | tl.tensor  # first token of the sequence
+    first: tl.tensor
+    length: tl.tensor  # tokens of the sequence
+
+
+class ScoredQueries(NamedTuple):
+    """Queries of a tile of scores, inside a kernel, and their tangents."""
+
+    q: Parts
+    tq: Parts
+    lse_log2: tl.tensor
+    first_row: tl.tensor
+
+
+class ScoredKeys(NamedTuple):
+    """Keys of a tile of scores, inside a kernel, and their tangents."""
+
+    k: Parts
+    tk: Parts
+    n: tl.tensor  # the first key
+
+
 class Scored(NamedTuple):
     """A tile of probabilities, before normalisation, and of tangents, inside a kernel."""
 
@@ -57,38 +84,35 @@ class Scored(NamedTuple):
 
 
 @triton.jit
-def load_parts(
-    x,
-    b,
-    h,
-    start,
-    first,
-    length,
-    ROWS: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    D: tl.constexpr,
-    META: tl.constexpr,
-):
-    pointer = row_pointer(x, b, h, start + first, META)
+def load_parts(x, place: Place, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, META: tl.constexpr):
+    pointer = row_pointer(x, place.b, place.h, place.start + place.first, META)
     _, offsets = row_steps(x.stride_s, ROWS, META)
-    part0 = load_tile(pointer, offsets, first, length, 0, D0, D, True)
+    part0 = load_tile(pointer, offsets, place.first, place.length, 0, D0, D, True)
     part1 = part0
     if D1 > 0:
-        part1 = load_tile(pointer, offsets, first, length, D0, D1, D, True)
+        part1 = load_tile(pointer, offsets, place.first, place.length, D0, D1, D, True)
     return Parts(first=part0, second=part1)
 
 
 @triton.jit
-def load_qk(x, b, h, start, first, length, ROWS: tl.constexpr, META: tl.constexpr):
-    # Loads rows of q, of k or of their tangents.
-    return load_parts(x, b, h, start, first, length, ROWS, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+def store_parts(x, parts: Parts, place: Place, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, META: tl.constexpr):
+    pointer = row_pointer(x, place.b, place.h, place.start + place.first, META)
+    _, offsets = row_steps(x.stride_s, parts.first.shape[0], META)
+    store_tile(pointer, parts.first, offsets, place.first, place.length, 0, D0, D)
+    if D1 > 0:
+        store_tile(pointer, parts.second, offsets, place.first, place.length, D0, D1, D)
 
 
 @triton.jit
-def load_v(x, b, h, start, first, length, ROWS: tl.constexpr, META: tl.constexpr):
+def load_qk(x, place: Place, ROWS: tl.constexpr, META: tl.constexpr):
+    # Loads rows of q, of k or of their tangents.
+    return load_parts(x, place, ROWS, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+
+
+@triton.jit
+def load_v(x, place: Place, ROWS: tl.constexpr, META: tl.constexpr):
     # Loads rows of v, of out or of their tangents.
-    return load_parts(x, b, h, start, first, length, ROWS, META.V0, META.V1, META.HEAD_DIM_V, META)
+    return load_parts(x, place, ROWS, META.V0, META.V1, META.HEAD_DIM_V, META)
 
 
 @triton.jit
@@ -114,15 +138,16 @@ def _tangent_of_bias(bias, head, i, j):
 
 
 @triton.jit
-def scored(q, tq, k, tk, lse_log2, bias, head, inputs, first_row, n, MODS: tl.constexpr, META: tl.constexpr):
-    # Returns the `Scored` of queries from `first_row` and keys from `n` on. bias: the bias's tangent.
+def scored(queries, keys, bias, head, inputs, MODS: tl.constexpr, META: tl.constexpr):
+    # Returns a `Scored`. queries, keys: with the fields of `ScoredQueries` and `ScoredKeys`. bias: the bias's tangent.
+    first_row, n = queries.first_row, keys.n
     i = first_row + tl.arange(0, META.BLOCK_M)[:, None]
     j = n + tl.arange(0, META.BLOCK_N)[None, :]
-    qk = product(q, k, None, META.QK1 > 0, META)
-    t_raw = product(tq, k, None, META.QK1 > 0, META)
-    t_raw = product(q, tk, t_raw, META.QK1 > 0, META)
+    qk = product(queries.q, keys.k, None, META.QK1 > 0, META)
+    t_raw = product(queries.tq, keys.k, None, META.QK1 > 0, META)
+    t_raw = product(queries.q, keys.tk, t_raw, META.QK1 > 0, META)
     s, factor, cap_tanh, _ = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
-    p = tl.exp2(tl.fma(s, factor, -lse_log2[:, None]))
+    p = tl.exp2(tl.fma(s, factor, -queries.lse_log2[:, None]))
     p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
     if META.HAS_MASK_MOD:
         p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures), p, 0.0)

@@ -25,6 +25,7 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
+    Parts,
     clear_padding,
     gather,
     key_lists,
@@ -65,41 +66,40 @@ class DqArguments(NamedTuple):
 class _Loss(NamedTuple):
     """The rows of a query's heads: dout, and the statistics of their softmax."""
 
-    dout0: tl.tensor
-    dout1: tl.tensor
+    dout: Parts
     lse_log2: tl.tensor
     delta: tl.tensor
 
 
 @triton.jit
 def _load_loss(args: DqArguments, query, META: tl.constexpr):
-    dout0, dout1 = load_heads(args.dout, query, META.V0, META.V1, META.HEAD_DIM_V, META)
-    out0, out1 = load_heads(args.saved.out, query, META.V0, META.V1, META.HEAD_DIM_V, META)
-    delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
+    dout = load_heads(args.dout, query, META.V0, META.V1, META.HEAD_DIM_V, META)
+    out = load_heads(args.saved.out, query, META.V0, META.V1, META.HEAD_DIM_V, META)
+    delta = tl.sum(out.first.to(tl.float32) * dout.first.to(tl.float32), 1)
     if META.V1 > 0:
-        delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
+        delta += tl.sum(out.second.to(tl.float32) * dout.second.to(tl.float32), 1)
     row = rows_of_heads(query, args.inputs, META)
     is_head = tl.arange(0, META.BLOCK_M) < query.num_heads
     if args.saved.dlse_ptr is not None:
         delta -= tl.load(args.saved.dlse_ptr + row, mask=is_head, other=0.0)
     lse = tl.load(args.saved.lse_ptr + row, mask=is_head, other=float("inf"))
-    return _Loss(dout0=dout0, dout1=dout1, lse_log2=tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E, delta=delta)
+    return _Loss(dout=dout, lse_log2=tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E, delta=delta)
 
 
 @triton.jit
 def _add_to_keys(
-    sums, x0, x1, keys, query, COLUMN1: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr
+    sums, parts: Parts, keys, query, COLUMN1: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr
 ):
     # Adds rows of gradients [BLOCK_N, columns] to those of the keys.
     base = row_pointer(sums, query.b, query.h_kv, query.start_kv, META)
     offsets = keys.j.to(tl.int64) * sums.stride_s * META.ALIGN
     columns = tl.arange(0, COLUMN1)
     mask = keys.is_seen[:, None] & (columns < HEAD_DIM)[None, :]
-    tl.atomic_add(base + (offsets[:, None] + columns[None, :]), x0, mask=mask, sem="relaxed")
+    tl.atomic_add(base + (offsets[:, None] + columns[None, :]), parts.first, mask=mask, sem="relaxed")
     if WIDTH1 > 0:
         columns1 = COLUMN1 + tl.arange(0, WIDTH1)
         mask1 = keys.is_seen[:, None] & (columns1 < HEAD_DIM)[None, :]
-        tl.atomic_add(base + (offsets[:, None] + columns1[None, :]), x1, mask=mask1, sem="relaxed")
+        tl.atomic_add(base + (offsets[:, None] + columns1[None, :]), parts.second, mask=mask1, sem="relaxed")
 
 
 @kernel
@@ -121,7 +121,7 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
             if dsink is not None:
                 tl.store(dsink, tl.zeros([BLOCK_M], tl.float32), mask=is_head)
             return
-    q0, q1 = load_heads(inputs.q, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+    q = load_heads(inputs.q, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
     loss = _load_loss(args, query, META)
     k_base = row_pointer(inputs.k, query.b, query.h_kv, query.start_kv, META)
     v_base = row_pointer(inputs.v, query.b, query.h_kv, query.start_kv, META)
@@ -134,7 +134,7 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
     if META.NORMALIZES:  # the probabilities from an lse in fp32 do not sum to 1 exactly enough for fp32 results
         row_sum = p_sink
         for first in tl.range(0, query.num_entries, BLOCK_N):
-            keys = load_keys(query, q0, q1, k_base, first, args.lists, inputs, KV_BLOCK, META)
+            keys = load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
             s, factor, _, _ = logits(keys.qk, query.i, keys.j[None, :], inputs.scores.scale, head, None, META)
             p = tl.exp2(tl.fma(s, factor, -loss.lse_log2[:, None]))
             row_sum += tl.sum(tl.where(keys.is_seen[None, :], p, 0.0), 1)
@@ -151,33 +151,33 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
     if QK1 > 0:
         dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
     for first in tl.range(0, query.num_entries, BLOCK_N):
-        keys = load_keys(query, q0, q1, k_base, first, args.lists, inputs, KV_BLOCK, META)
+        keys = load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
         v0, v1 = load_values(query, keys, v_base, inputs, META)
-        dp = tl.dot(loss.dout0, tl.trans(v0), input_precision=META.PRECISION)
+        dp = tl.dot(loss.dout.first, tl.trans(v0), input_precision=META.PRECISION)
         if META.V1 > 0:
-            dp = tl.dot(loss.dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+            dp = tl.dot(loss.dout.second, tl.trans(v1), dp, input_precision=META.PRECISION)
         s, factor, cap_tanh, score = logits(keys.qk, query.i, keys.j[None, :], inputs.scores.scale, head, None, META)
         p = tl.exp2(tl.fma(s, factor, -loss.lse_log2[:, None])) * p_scale[:, None]
         p = tl.where(keys.is_seen[None, :], p, 0.0)
         ds = through_mods(p * (dp - loss.delta[:, None]), cap_tanh, score, query.i, keys.j, head, None, META)
-        p = p.to(q0.dtype)
-        ds = ds.to(q0.dtype)
+        p = p.to(q.first.dtype)
+        ds = ds.to(q.first.dtype)
         dq0 = tl.dot(ds, keys.k0, dq0, input_precision=META.PRECISION)
         if META.QK1 > 0:
             dq1 = tl.dot(ds, keys.k1, dq1, input_precision=META.PRECISION)
         if args.sums_k.ptr is not None:
-            dk0 = tl.dot(tl.trans(ds), q0, input_precision=META.PRECISION) * inputs.scores.scale
+            dk0 = tl.dot(tl.trans(ds), q.first, input_precision=META.PRECISION) * inputs.scores.scale
             dk1 = dk0
             if META.QK1 > 0:
-                dk1 = tl.dot(tl.trans(ds), q1, input_precision=META.PRECISION) * inputs.scores.scale
-            _add_to_keys(args.sums_k, dk0, dk1, keys, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
-            dv0 = tl.dot(tl.trans(p), loss.dout0, input_precision=META.PRECISION)
+                dk1 = tl.dot(tl.trans(ds), q.second, input_precision=META.PRECISION) * inputs.scores.scale
+            _add_to_keys(args.sums_k, Parts(first=dk0, second=dk1), keys, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+            dv0 = tl.dot(tl.trans(p), loss.dout.first, input_precision=META.PRECISION)
             dv1 = dv0
             if META.V1 > 0:
-                dv1 = tl.dot(tl.trans(p), loss.dout1, input_precision=META.PRECISION)
-            _add_to_keys(args.sums_v, dv0, dv1, keys, query, META.V0, META.V1, META.HEAD_DIM_V, META)
+                dv1 = tl.dot(tl.trans(p), loss.dout.second, input_precision=META.PRECISION)
+            _add_to_keys(args.sums_v, Parts(first=dv0, second=dv1), keys, query, META.V0, META.V1, META.HEAD_DIM_V, META)
     scale = inputs.scores.scale
-    store_heads(args.dq, dq0 * scale, dq1 * scale, query.i, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+    store_heads(args.dq, Parts(first=dq0 * scale, second=dq1 * scale), query.i, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
 
 
 class EntryArguments(NamedTuple):
@@ -234,27 +234,34 @@ def _rows_at(x, offsets, is_row, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEA
 
 
 @triton.jit
-def _store_row(x, b, h_kv, row, x0, x1, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr):
-    pointer = row_pointer(x, b, h_kv, row, META)
+def _store_row(pointer, x0, x1, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr):
     columns = tl.arange(0, WIDTH0)
-    tl.store(pointer + columns, x0.to(x.ptr.dtype.element_ty), mask=columns < HEAD_DIM)
+    tl.store(pointer + columns, x0.to(pointer.dtype.element_ty), mask=columns < HEAD_DIM)
     if WIDTH1 > 0:
         columns1 = WIDTH0 + tl.arange(0, WIDTH1)
-        tl.store(pointer + columns1, x1.to(x.ptr.dtype.element_ty), mask=columns1 < HEAD_DIM)
+        tl.store(pointer + columns1, x1.to(pointer.dtype.element_ty), mask=columns1 < HEAD_DIM)
+
+
+class _Entries(NamedTuple):
+    """BLOCK_M // HEADS entries of a key from `first` on, and HEADS heads from `head` of its group on."""
+
+    first: tl.tensor
+    end: tl.tensor  # the end of all entries of the key
+    head: int | tl.tensor
 
 
 @triton.jit
-def _add_queries(sums, key, place, end, first_head, args, head: Head, h_kv, HEADS: tl.constexpr, META: tl.constexpr):
-    # Adds the gradients from BLOCK_M // HEADS entries and HEADS heads to the sums of a key.
+def _add_queries(sums, key, entries: _Entries, args, head: Head, HEADS: tl.constexpr, META: tl.constexpr):
+    # Adds the gradients from some entries to the sums of a key. head: with the key head as its h
     BLOCK_M: tl.constexpr = META.BLOCK_M
     inputs = args.inputs
     tokens = inputs.lengths_q.num_tokens
     rows = tl.arange(0, BLOCK_M)
-    place = place + rows // HEADS
-    in_group = first_head + rows % HEADS
-    is_row = (place < end) & (in_group < inputs.group_size)
+    place = entries.first + rows // HEADS
+    in_group = entries.head + rows % HEADS
+    is_row = (place < entries.end) & (in_group < inputs.group_size)
     token = tl.load(args.order_ptr + place, mask=is_row, other=0) // args.entries
-    h = (h_kv * inputs.group_size + in_group).to(tl.int64)
+    h = (head.h * inputs.group_size + in_group).to(tl.int64)
     b = token * 0 if META.IS_RAGGED_Q else token // tokens
     row = token if META.IS_RAGGED_Q else token % tokens
     q_offsets = (b * inputs.q.stride_b + row * inputs.q.stride_s + h * inputs.q.stride_h) * META.ALIGN
@@ -322,11 +329,13 @@ def _sparse_bwd_dkdv_kernel(args: DkdvArguments, HEADS: tl.constexpr, META: tl.c
     for entry in range(first_of_head + begin, first_of_head + end, META.BLOCK_M // HEADS):
         for first_head in range(0, inputs.group_size, HEADS):
             sums = _KeyRow(k0=dk0, k1=dk1, v0=dv0, v1=dv1)
-            sums = _add_queries(sums, key, entry, first_of_head + end, first_head, args, head, h_kv, HEADS, META)
+            entries = _Entries(first=entry, end=first_of_head + end, head=first_head)
+            sums = _add_queries(sums, key, entries, args, head, HEADS, META)
             dk0, dk1, dv0, dv1 = sums.k0, sums.k1, sums.v0, sums.v1
     scale = inputs.scores.scale
-    _store_row(args.dk, b, h_kv, row, dk0 * scale, dk1 * scale, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
-    _store_row(args.dv, b, h_kv, row, dv0, dv1, META.V0, META.V1, META.HEAD_DIM_V, META)
+    dk, dv = row_pointer(args.dk, b, h_kv, row, META), row_pointer(args.dv, b, h_kv, row, META)
+    _store_row(dk, dk0 * scale, dk1 * scale, META.QK0, META.QK1, META.HEAD_DIM_QK)
+    _store_row(dv, dv0, dv1, META.V0, META.V1, META.HEAD_DIM_V)
 
 
 def sparse_backward(call: Backward, tile: Tile) -> None:

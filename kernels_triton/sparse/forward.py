@@ -18,6 +18,7 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
+    Parts,
     clear_padding,
     key_lists,
     load_heads,
@@ -49,7 +50,7 @@ def _sparse_fwd_kernel(args: Arguments, KV_BLOCK: tl.constexpr, META: tl.constex
         clear_padding(args.out, args.lse_ptr, query, inputs, V0, V1, META.HEAD_DIM_V, META)
         if query.i >= query.len_q:
             return
-    q0, q1 = load_heads(inputs.q, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+    q = load_heads(inputs.q, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
     b_kv = query.b if inputs.pages.table_ptr is None else 0
     k_base = row_pointer(inputs.k, b_kv, query.h_kv, query.start_kv, META)
     v_base = row_pointer(inputs.v, b_kv, query.h_kv, query.start_kv, META)
@@ -61,7 +62,7 @@ def _sparse_fwd_kernel(args: Arguments, KV_BLOCK: tl.constexpr, META: tl.constex
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for first in tl.range(0, query.num_entries, BLOCK_N):
-        keys = load_keys(query, q0, q1, k_base, first, args.lists, inputs, KV_BLOCK, META)
+        keys = load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
         s, factor, _, _ = logits(keys.qk, query.i, keys.j[None, :], inputs.scores.scale, head, None, META)
         s = tl.where(keys.is_seen[None, :], s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
@@ -89,7 +90,7 @@ def _sparse_fwd_kernel(args: Arguments, KV_BLOCK: tl.constexpr, META: tl.constex
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     tl.store(args.lse_ptr + rows_of_heads(query, inputs, META), (row_max + tl.log2(row_sum)) * LN2, mask=is_head)
     rescale = (rescale / row_sum)[:, None]
-    store_heads(args.out, acc0 * rescale, acc1 * rescale, query.i, query, V0, V1, META.HEAD_DIM_V, META)
+    store_heads(args.out, Parts(first=acc0 * rescale, second=acc1 * rescale), query.i, query, V0, V1, META.HEAD_DIM_V, META)
 
 
 def sparse_forward(problem: Problem, out: Tensor, lse: Tensor, tile: Tile) -> None:

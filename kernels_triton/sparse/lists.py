@@ -131,6 +131,13 @@ def gather(base, offsets, is_seen, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HE
     return tl.load(base + (offsets[:, None] + columns[None, :]), mask=mask, other=0.0)
 
 
+class Parts(NamedTuple):
+    """The rows of a tensor in the one or two parts of its head dim, inside a kernel; the second is the first if there is one."""
+
+    first: tl.tensor
+    second: tl.tensor
+
+
 class Keys(NamedTuple):
     """A tile of gathered keys, inside a kernel, and their products with the query's heads."""
 
@@ -142,15 +149,15 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def load_keys(query: Query, q0, q1, k_base, first, lists: KeyLists, inputs: Inputs, KV_BLOCK: tl.constexpr, META: tl.constexpr):
+def load_keys(query: Query, q: Parts, k_base, first, lists: KeyLists, inputs: Inputs, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     j, is_seen = load_entries(lists, query, inputs, first, KV_BLOCK, META)
     offsets = key_offsets(inputs.k, inputs, query.b, j, META)
     k0 = gather(k_base, offsets, is_seen, 0, META.QK0, META.HEAD_DIM_QK)
     k1 = k0
-    qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
+    qk = tl.dot(q.first, tl.trans(k0), input_precision=META.PRECISION)
     if META.QK1 > 0:
         k1 = gather(k_base, offsets, is_seen, META.QK0, META.QK1, META.HEAD_DIM_QK)
-        qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+        qk = tl.dot(q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
     return Keys(j=j, is_seen=is_seen, k0=k0, k1=k1, qk=qk)
 
 
@@ -176,19 +183,19 @@ def load_heads(x, query: Query, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD
     x1 = x0
     if WIDTH1 > 0:
         x1 = load_tile(pointer, offsets, 0, query.num_heads, WIDTH0, WIDTH1, HEAD_DIM, True)
-    return x0, x1
+    return Parts(first=x0, second=x1)
 
 
 @triton.jit
 def store_heads(
-    x, x0, x1, row, query: Query, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr
+    x, parts: Parts, row, query: Query, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr
 ):
     # Stores both parts of the query's heads into row `row` of its sequence.
     pointer = row_pointer(x, query.b, query.h, query.start_q + row, META)
     offsets = head_offsets(x, META)
-    store_tile(pointer, x0, offsets, 0, query.num_heads, 0, WIDTH0, HEAD_DIM)
+    store_tile(pointer, parts.first, offsets, 0, query.num_heads, 0, WIDTH0, HEAD_DIM)
     if WIDTH1 > 0:
-        store_tile(pointer, x1, offsets, 0, query.num_heads, WIDTH0, WIDTH1, HEAD_DIM)
+        store_tile(pointer, parts.second, offsets, 0, query.num_heads, WIDTH0, WIDTH1, HEAD_DIM)
 
 
 @triton.jit
@@ -213,7 +220,7 @@ def clear_padding(
     for side in tl.static_range(2 if META.IS_RAGGED_Q else 1):
         begin, end = (padding.begin, padding.end) if side == 0 else (padding.front_begin, padding.front)
         for row in range(begin, end):
-            store_heads(x, zeros0, zeros1, row, query, WIDTH0, WIDTH1, HEAD_DIM, META)
+            store_heads(x, Parts(first=zeros0, second=zeros1), row, query, WIDTH0, WIDTH1, HEAD_DIM, META)
             if lse_ptr is not None:
                 rows = rows_of_heads(query, inputs, META) + (row - query.i)
                 is_head = tl.arange(0, BLOCK_M) < query.num_heads
