@@ -65,7 +65,7 @@ def draw(seed: int, where: Where) -> Plan:
     """Returns a call that JAX accepts."""
     rng = Random(seed)
     config = draw_config(seed, where)
-    while config.kind != "ordinary":
+    while config.kind != "ordinary" or config.listed:
         config = draw_config(rng.randrange(2**31), where)
     config = config._replace(
         score_mod=config.score_mod if config.score_mod in SCORE_MODS else None,
