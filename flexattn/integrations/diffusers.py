@@ -41,7 +41,6 @@ def register() -> None:
         from diffusers.models import attention_dispatch as dispatch
 
         names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
-        template = dispatch._templated_context_parallel_attention
     except (ImportError, AttributeError) as error:
         raise ImportError(f"this diffusers version has another registry of attention backends: {error}; {needed}") from error
     finally:
@@ -53,7 +52,7 @@ def register() -> None:
     member._name_, member._value_, member._sort_order_ = NAME.upper(), NAME, len(names)
     names._member_names_.append(member._name_)
     names._member_map_[member._name_] = names._value2member_map_[NAME] = member
-    registry.register(member, supports_context_parallel=True)(_backend(template))
+    registry.register(member, supports_context_parallel=True)(_attention)
     if is_default:
         registry.set_active_backend(member)
 
@@ -81,33 +80,30 @@ class _Call(NamedTuple):
     return_lse: bool = False
 
 
-def _backend(template: Any) -> Any:
-    """Returns the function of the backend. template: diffusers' attention over several ranks."""
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:
+    """Returns out [b, sq, h, d], and lse [b, h, sq] if return_lse. query: [b, sq, h, d]; key, value: [b, skv, h or h_kv, d]."""
+    call = _Call(attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
+    if query.shape[2] != key.shape[2] and not enable_gqa:
+        raise ValueError(
+            f"query has {query.shape[2]} heads and key has {key.shape[2]}; accepted: equal counts, or enable_gqa=True with a "
+            "multiple of key's"
+        )
+    if _parallel_config is None:
+        return attention(query, key, value, dropout_p=dropout_p, return_lse=return_lse, **_options(query, key, call))
+    from diffusers.models.attention_dispatch import _templated_context_parallel_attention as template
 
-    def flexattn_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        _parallel_config: Any = None,
-    ) -> Any:
-        # query: [b, sq, h, d]; key, value: [b, skv, h or h_kv, d]. Returns out [b, sq, h, d], and lse [b, h, sq] if return_lse.
-        call = _Call(attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
-        if query.shape[2] != key.shape[2] and not enable_gqa:
-            raise ValueError(
-                f"query has {query.shape[2]} heads and key has {key.shape[2]}; accepted: equal counts, or enable_gqa=True with a "
-                "multiple of key's"
-            )
-        if _parallel_config is None:
-            return attention(query, key, value, dropout_p=dropout_p, return_lse=return_lse, **_options(query, key, call))
-        return template(query, key, value, *call, forward_op=_forward, backward_op=_backward, _parallel_config=_parallel_config)
-
-    return flexattn_attention
+    return template(query, key, value, *call, forward_op=_forward, backward_op=_backward, _parallel_config=_parallel_config)
 
 
 def _forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, _save_ctx: bool, _parallel_config: Any) -> Any:

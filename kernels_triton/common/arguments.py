@@ -104,6 +104,13 @@ class Head(NamedTuple):
     captures: Any  # the captures, then the results of `Mods.per_head`
 
 
+class Parts(NamedTuple):
+    """Tiles of the one or two parts of a head dim, inside a kernel; without a second part, the first is repeated."""
+
+    first: Any
+    second: Any
+
+
 class Dropout(NamedTuple):
     """The state of the random numbers, the threshold for dropping a weight, and the factor of kept weights."""
 

@@ -8,7 +8,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.arguments import Rows
+from flexattn.kernels_triton.common.arguments import Parts, Rows
 from flexattn.kernels_triton.common.features import is_plain, with_features
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import slots_of_heads, split_head_dim
@@ -108,13 +108,6 @@ class MmaArguments(NamedTuple):
     k: Rows
     v: Rows
     call: Arguments  # without descriptors and their steps
-
-
-class Parts(NamedTuple):
-    """The tiles of both parts of a head dim; without a second part the first is repeated."""
-
-    first: Any
-    second: Any
 
 
 @gluon.constexpr_function

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Rows, Scores
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Parts, Rows, Scores
 from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.preprocess import Tiled, tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
@@ -42,7 +42,7 @@ from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
-from flexattn.kernels_triton.mma.arguments import Parts, allocate_parts, product_layout, swizzled
+from flexattn.kernels_triton.mma.arguments import allocate_parts, product_layout, swizzled
 from flexattn.kernels_triton.mma.copies import copy_block
 from flexattn.kernels_triton.mma.dq_sums import add_to_sums
 from flexattn.kernels_triton.mma.dropout import keeps

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Rows, Scores
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Parts, Rows, Scores
 from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
@@ -35,7 +35,7 @@ from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.masking import apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
-from flexattn.kernels_triton.mma.arguments import Parts, allocate_parts, product_layout
+from flexattn.kernels_triton.mma.arguments import allocate_parts, product_layout
 from flexattn.kernels_triton.mma.backward import arguments_of_backward, launch_key_blocks, zero_padding_of_gradients
 from flexattn.kernels_triton.mma.copies import copy_block
 from flexattn.kernels_triton.mma.dropout import kept

@@ -8,10 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Pages, Rows
+from flexattn.kernels_triton.common.arguments import Pages, Parts, Rows
 from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile
-from flexattn.kernels_triton.mma.arguments import Parts, rows_layout
+from flexattn.kernels_triton.mma.arguments import rows_layout
 from flexattn.kernels_triton.runtime.gluon_names import load_elements
 
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flexattn.kernels_triton.common.addressing import row_pointer
+from flexattn.kernels_triton.common.arguments import Parts
 from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.plan_pieces import piece_of_part
@@ -58,7 +59,6 @@ from flexattn.kernels_triton.gluon.tile_scheduler import sequence_of
 from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.mma.arguments import (
     MmaArguments,
-    Parts,
     allocate_parts,
     columns_of_part,
     forward_meta,

@@ -19,13 +19,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from flexattn.kernels_triton.common.arguments import Parts
 from flexattn.kernels_triton.common.exponents import LOG2E, exponent_factor, positive_factor, scaled_row_max
 from flexattn.kernels_triton.gluon.descales import Descale, Descales
 from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile
 from flexattn.kernels_triton.gluon.fp8_operands import P_SCALE, P_SHIFT, load_descale
 from flexattn.kernels_triton.gluon.softmax import for_threads
-from flexattn.kernels_triton.mma.arguments import Parts
 from flexattn.kernels_triton.runtime.gluon_names import reinterpreted
 
 # Four fp32 numbers to E4M3, the first lowest; too large ones saturate

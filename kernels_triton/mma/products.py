@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Rows
-from flexattn.kernels_triton.mma.arguments import Parts, rows_layout
+from flexattn.kernels_triton.common.arguments import Parts, Rows
+from flexattn.kernels_triton.mma.arguments import rows_layout
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.arguments import Inputs, Pointer, Rows
+from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
@@ -20,7 +20,6 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.tiles import (
-    Parts,
     Place,
     RowSums,
     Tangents,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.arguments import Inputs, Rows, Saved
+from flexattn.kernels_triton.common.arguments import Inputs, Parts, Rows, Saved
 from flexattn.kernels_triton.common.band import visible_range_of_keys
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
@@ -16,7 +16,6 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.tiles import (
-    Parts,
     Place,
     RowSums,
     ScoredKeys,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
-from flexattn.kernels_triton.common.arguments import Bias, Pointer, Rows
+from flexattn.kernels_triton.common.arguments import Bias, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import LOG2E
@@ -37,13 +37,6 @@ class RowSums(NamedTuple):
     scale_ptr: Pointer  # factor that normalises the probabilities computed from lse
     delta_ptr: Pointer  # sum(out * dout) - dlse
     tangent_delta_ptr: Pointer  # sum(tangent of out * dout)
-
-
-class Parts(NamedTuple):
-    """The rows of a tensor in the one or two parts of its head dim, inside a kernel; the second is the first if there is one."""
-
-    first: tl.tensor
-    second: tl.tensor
 
 
 class Place(NamedTuple):

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Head, Inputs, Pointer, Rows, Saved
+from flexattn.kernels_triton.common.arguments import Head, Inputs, Parts, Pointer, Rows, Saved
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Backward, Meta, Problem, rows
@@ -25,7 +25,6 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
-    Parts,
     clear_padding,
     gather,
     key_lists,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Inputs, Pointer, Rows
+from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.exponents import LN2, LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem, rows
@@ -18,7 +18,6 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
-    Parts,
     clear_padding,
     key_lists,
     load_heads,

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Inputs, Pointer
+from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer
 from flexattn.kernels_triton.common.band import visible_keys
 from flexattn.kernels_triton.common.padding import padding_rows
 from flexattn.kernels_triton.common.problem import Problem
@@ -129,13 +129,6 @@ def gather(base, offsets, is_seen, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HE
     if COLUMN + WIDTH > HEAD_DIM:
         mask = mask & (columns < HEAD_DIM)[None, :]
     return tl.load(base + (offsets[:, None] + columns[None, :]), mask=mask, other=0.0)
-
-
-class Parts(NamedTuple):
-    """The rows of a tensor in the one or two parts of its head dim, inside a kernel; the second is the first if there is one."""
-
-    first: tl.tensor
-    second: tl.tensor
 
 
 class Keys(NamedTuple):
