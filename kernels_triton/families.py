@@ -23,9 +23,6 @@ from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_larg
 
 _NEVER_RAN = "it was compiled and emulated, and never run on such a GPU"
 
-MMA_HAS_RUN = False
-"""Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
-
 
 def _hopper(name: str) -> Any:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
@@ -341,7 +338,6 @@ MMA_FORWARD = Family[Forward](
     run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(call, tile, SPLIT_PROGRAMS),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 
@@ -350,6 +346,7 @@ MMA_FP8_FORWARD = replace(
     name="mma.sync FP8",
     unsupported=lambda call: _mma("conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
     capabilities=frozenset((89, 120)),
+    has_run=False,
 )
 
 
@@ -446,7 +443,6 @@ MMA_FUSED = Family[Backward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 MMA_TWO_KERNELS = Family[Backward](
@@ -459,7 +455,6 @@ MMA_TWO_KERNELS = Family[Backward](
     ),
     run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
