@@ -21,10 +21,10 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.barriers import named_barrier_sync
+from flexattn.kernels_triton.gluon.forward_rows import sums_with_sink
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
-from flexattn.kernels_triton.gluon.forward_rows import sums_with_sink
 from flexattn.kernels_triton.gluon.softmax import sums_of_threads
 from flexattn.kernels_triton.runtime.gluon_names import load_elements
 from flexattn.kernels_triton.sparse.lists import KeyLists, Query, key_offsets, load_entries_at, lse_rows_of, query_at
@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
     lists: KeyLists
     out: Rows
     lse_ptr: Pointer
-    items: int  # of all programs, see `lists.query_at`
+    items: int  # all items, of `lists.programs_of`
 
 
 class Ring(NamedTuple):
@@ -108,9 +108,7 @@ def _allocate_pair(STAGES: gl.constexpr, ROWS_OF_TILE: gl.constexpr, DTYPE: gl.c
 
 
 @gluon.jit
-def allocate_ring(
-    DTYPE: gl.constexpr, IS_LATENT: gl.constexpr, LOADERS: gl.constexpr, READERS: gl.constexpr, META: gl.constexpr
-):
+def allocate_ring(DTYPE: gl.constexpr, IS_LATENT: gl.constexpr, LOADERS: gl.constexpr, READERS: gl.constexpr, META: gl.constexpr):
     # LOADERS: partitions that load a part of q. READERS: partitions that release a stage
     k = _allocate_pair(META.STAGES, META.BLOCK_N, DTYPE, META)
     v = k.first

@@ -35,7 +35,7 @@ from flexattn.kernels_triton.sparse.gathering import (
 )
 from flexattn.kernels_triton.sparse.hopper_launch import launch_items
 
-_ITEMS = gl.constexpr(2)  # of a program
+_ITEMS = gl.constexpr(2)  # items of a program
 
 
 @gluon.jit

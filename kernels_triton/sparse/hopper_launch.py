@@ -15,7 +15,7 @@ from flexattn.kernels_triton.sparse.conditions import widths
 from flexattn.kernels_triton.sparse.gathering import Arguments, SparseMeta
 from flexattn.kernels_triton.sparse.lists import key_lists, programs_of
 
-_REGISTERS = 216  # of a consumer's thread
+_REGISTERS = 216  # registers of a consumer's thread
 
 
 def sparse_meta(problem: Problem, tile: Tile, out: Tensor) -> Any:

@@ -36,7 +36,9 @@ def long_lists(kernels: ModuleType, entries: int, heads: int = 40, dims: tuple[i
     """Returns a call whose lists have several blocks of keys, in one sequence; the first query's list is empty."""
     generator = torch.Generator().manual_seed(entries)
     dim, dim_v = dims or ((320, 256) if kernels is LATENT else (64, 64))
-    q, k, v = (torch.randn(1, n, h, d, generator=generator).to(BF16) for n, h, d in ((3, heads, dim), (400, 1, dim), (400, 1, dim_v)))
+    q, k, v = (
+        torch.randn(1, n, h, d, generator=generator).to(BF16) for n, h, d in ((3, heads, dim), (400, 1, dim), (400, 1, dim_v))
+    )
     indices, _ = draw_lists((1, 3), 0, 400, entries, repeats=True)
     counts = torch.tensor([[0, entries, entries - 70]], dtype=torch.int32)
     if kernels is LATENT:
@@ -94,7 +96,9 @@ def test_latent_head_dims(dims: tuple[int, int]) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("dims", [(128, 128)] + [pytest.param(dims, marks=pytest.mark.slow) for dims in ((256, 256), (192, 128))], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(128, 128)] + [pytest.param(dims, marks=pytest.mark.slow) for dims in ((256, 256), (192, 128))], ids=str
+)
 def test_head_dims(dims: tuple[int, int]) -> None:
     check(5, long_lists(NARROW, 150, 16, dims), NARROW)
 
