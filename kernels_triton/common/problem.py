@@ -334,9 +334,12 @@ class Problem:
         """True if v is the first columns of k, in the same memory, as in absorbed latent attention (MLA).
 
         The head dim of k must be above 256 and v's columns must be those of k's first part. Then one tile serves both products.
+        Meta tensors have no address: there, narrower rows with k's strides are taken for columns of k.
         """
         k, v = self.k, self.v
-        if k.shape[-1] <= 256 or k.is_meta or k.data_ptr() != v.data_ptr() or k.stride() != v.stride():
+        if k.shape[-1] <= 256 or k.stride() != v.stride():
+            return False
+        if (k.shape[-1] <= v.shape[-1]) if k.is_meta else (k.data_ptr() != v.data_ptr()):
             return False
         return (self._parts(k)[0], 0) == self._parts(v)
 

@@ -27,6 +27,7 @@ from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
     clear_padding,
     gather,
+    heads_of,
     key_lists,
     key_offsets,
     load_entries,
@@ -113,7 +114,7 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
     dsink = args.dsink_ptr
     if dsink is not None:
         longest = inputs.lengths_q.max_seqlen
-        dsink += (query.heads.to(tl.int64) * inputs.lengths_q.batch + query.b) * longest + query.i
+        dsink += (heads_of(query, META).to(tl.int64) * inputs.lengths_q.batch + query.b) * longest + query.i
     if META.HAS_LENGTHS:
         clear_padding(args.dq, None, query, inputs, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
         if query.i >= query.len_q:
@@ -127,7 +128,7 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
     head = head_of(inputs.scores, query.b, query.h, query.len_q, query.len_kv, query.shift, None, META)
     p_sink = tl.zeros([BLOCK_M], tl.float32)
     if META.HAS_SINK:
-        sink = load_sink(inputs.softmax_offset_ptr, tl.where(is_head, query.heads, 0), LOG2E, META)
+        sink = load_sink(inputs.softmax_offset_ptr, tl.where(is_head, heads_of(query, META), 0), LOG2E, META)
         p_sink = tl.exp2(sink - loss.lse_log2)
     p_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if META.NORMALIZES:  # the probabilities from an lse in fp32 do not sum to 1 exactly enough for fp32 results
