@@ -145,7 +145,7 @@ class Ranks:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def milliseconds(self, call: Callable[[], Any]) -> Tensor:
+    def milliseconds(self, call: Callable[[], object]) -> Tensor:
         """Returns the times of calls in a row, [ranks, calls]."""
         call()
         self.synchronize()
@@ -170,7 +170,7 @@ class Ranks:
             times.append(time.perf_counter())
         return self.gathered([1e3 * (b - a) for a, b in itertools.pairwise(times)])
 
-    def peak_mib(self, call: Callable[[], Any]) -> float | None:
+    def peak_mib(self, call: Callable[[], object]) -> float | None:
         if not self.on_gpu:
             return None
         torch.cuda.reset_peak_memory_stats()
@@ -182,7 +182,7 @@ class Ranks:
         """Returns the memory of a rank that others read, in MiB. It is kept between calls: the most that any call needed."""
         return peer_memory.shared_bytes(dist.group.WORLD, self.device) / 2**20
 
-    def host_us(self, call: Callable[[], Any]) -> float:
+    def host_us(self, call: Callable[[], object]) -> float:
         """Returns the median time until a call returns if the device's queue is empty, of the slowest rank."""
 
         def wait() -> None:
@@ -220,7 +220,7 @@ class Steps(NamedTuple):
         return Steps(_replaying(self.forward), _replaying(self.both))
 
 
-def capture_step(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture_step(step: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
     """Captures a call over ranks in a graph, after three calls on another stream; returns the graph and its results."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -237,7 +237,7 @@ def capture_step(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, results
 
 
-def _replaying(step: Callable[[], Any]) -> Callable[[], Any]:
+def _replaying(step: Callable[[], object]) -> Callable[[], Any]:
     graph, results = capture_step(step)
 
     def replay() -> Any:
@@ -409,7 +409,7 @@ class Comparison:
         return self.compared(row)
 
 
-def line_of(row: dict[str, Any]) -> str:
+def line_of(row: dict[str, object]) -> str:
     if row["status"] != "measured":
         return f"{row['status']}: {row.get('reason', row.get('errors'))}"
     shares = "".join(f" ({row[f'{way}_efficiency']:.3f})" if f"{way}_efficiency" in row else "" for way in ("forward",))

@@ -56,7 +56,7 @@ def _graph(cudnn: Any, handle: Any, dtype: torch.dtype) -> Any:
 
 
 def _forward_graph(
-    cudnn: Any, handle: Any, workload: Workload, inputs: tuple[Tensor, ...], out: Tensor, stats: Tensor | None
+    cudnn: Any, handle: object, workload: Workload, inputs: tuple[Tensor, ...], out: Tensor, stats: Tensor | None
 ) -> Any:
     from flexattn.kernels_cudnn.graphs import band_arguments
 
@@ -72,7 +72,7 @@ def _forward_graph(
     return _executable(cudnn, handle, graph, pack)
 
 
-def _backward_graph(cudnn: Any, handle: Any, workload: Workload, inputs: tuple[Tensor, ...], gradients: list[Tensor]) -> Any:
+def _backward_graph(cudnn: object, handle: object, workload: Workload, inputs: tuple[Tensor, ...], gradients: list[Tensor]) -> Any:
     from flexattn.kernels_cudnn.graphs import band_arguments
 
     graph = _graph(cudnn, handle, gradients[0].dtype)

@@ -40,7 +40,7 @@ def implementations(cell: Cell, paged: Step, dense: Step) -> dict[str, Callable[
     """Returns functions that prepare a call of the cell, by name. If a peer cannot run it, its function raises Unavailable."""
     from flexattn import attention, attention_with_prefix
 
-    def ours(step: Step, **more: Any) -> Callable[[], Call]:
+    def ours(step: Step, **more: object) -> Callable[[], Call]:
         return lambda: functools.partial(attention, step.q, step.k, step.v, **step.where, **more)
 
     functions = {"flexattn": ours(paged, backend="triton")}

@@ -68,7 +68,7 @@ def prepare(make: Callable[[Workload], Callable[..., Any]], workload: Workload, 
     return Prepared(results, call)
 
 
-def wait(result: Any) -> Any:
+def wait(result: object) -> Any:
     """Returns the results of a call of JAX or torch when the device has ended."""
     import jax
 
@@ -87,7 +87,7 @@ def calls_from_jax() -> list[Implementation]:
         mask: Any = workload.attn_mask_type
         return functools.partial(flexattn.jax.attention, attn_mask_type=mask)
 
-    def theirs(kind: str, workload: Workload) -> Callable[..., Any]:
+    def theirs(kind: str, workload: Workload) -> Callable[..., object]:
         if kind == "xla" and workload.seqlen_kv > LONGEST_OF_XLA:
             raise Unavailable(f"it stores all scores, and is measured up to {LONGEST_OF_XLA} keys")
         return functools.partial(jax.nn.dot_product_attention, is_causal=workload.is_causal, implementation=kind)

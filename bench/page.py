@@ -265,7 +265,7 @@ def slower_table(found: Record) -> Table:
     return Table("", ["speed", "faster implementation"], rows)
 
 
-def decode_table(decode: Mapping[str, Any]) -> Table:
+def decode_table(decode: Mapping[str, object]) -> Table:
     """Returns flexattn's microseconds, and its speed relative to each peer."""
     rows = [
         (cell, [_microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in DECODE_PEERS)])

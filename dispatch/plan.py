@@ -66,7 +66,7 @@ class Op(NamedTuple):
 
     func: Any
     arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
+    keywords: dict[str, object]
     results: tuple[View, ...]
 
 

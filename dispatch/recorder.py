@@ -114,7 +114,7 @@ class Recorder(Watch):  # type: ignore[no-untyped-call]
             self.tensors.append(tensor)
         return slot
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         out = func(*args, **(kwargs or {}))
         leaves, tree = tree_flatten((args, kwargs or {}))
         if func is _aten.detach.default and self.slot(args[0]) in self.made:  # there are no graphs here, so it is the same tensor.
@@ -145,7 +145,7 @@ class Recorder(Watch):  # type: ignore[no-untyped-call]
         """Returns whether an operator only made views of its arguments."""
         return not op.writes and bool(op.outs) and all(i in self.roots for i in op.outs)
 
-    def _find_root(self, out: Tensor, leaves: Sequence[Any]) -> None:
+    def _find_root(self, out: Tensor, leaves: Sequence[object]) -> None:
         """Records the argument of an operator that the result is a view of. In a replay, other tensors of its storage may move."""
         for x in leaves:
             if type(x) is Slot and storage_of(self.tensors[x]) == storage_of(out):

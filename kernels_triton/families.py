@@ -152,7 +152,7 @@ def _unsupported_out(call: Forward) -> str | None:
     return "it writes out in 16 bits" if call.out.element_size() > max(2, call.problem.q.element_size()) else None
 
 
-def _never(call: Any) -> None:
+def _never(call: object) -> None:
     """Returns None, for a family without any reason against it."""
 
 
@@ -237,7 +237,7 @@ PORTABLE_BACKWARD = Family[Backward](
 )
 
 
-def _gluon_splits(call: Forward, tile: Any, programs: int = 1) -> Splits:
+def _gluon_splits(call: Forward, tile: object, programs: int = 1) -> Splits:
     conditions = _gluon("conditions")
     group = conditions.heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *conditions.tiles_and_room(call.problem, tile, group, programs))
@@ -268,7 +268,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
 )
 
 
-def _fp8_cache_splits(call: Forward, tile: Any) -> Splits:
+def _fp8_cache_splits(call: Forward, tile: object) -> Splits:
     kernels = _hopper("fp8_cache")
     group = kernels.heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
@@ -371,7 +371,7 @@ def _unsupported_in_fp8(call: Backward) -> str | None:
     return "gradients of a bias and of captures need values that only the portable backward writes" if is_reached else None
 
 
-def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> None:
+def _run_backward(launcher: Callable[..., None], call: Backward, tile: object) -> None:
     from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
 
     launcher(call, tile)
@@ -529,7 +529,7 @@ SPARSE_BACKWARD = Family[Backward](
 def _dequantized(family: Family[Backward]) -> Family[Backward]:
     """Runs a 16-bit family on dequantised FP8 operands."""
 
-    def evaluate(question: Callable[[Backward], Any], call: Backward) -> Any:
+    def evaluate(question: Callable[[Backward], object], call: Backward) -> Any:
         """Calls a family's function with the 16-bit call, on meta tensors."""
         x = call.problem
         problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")

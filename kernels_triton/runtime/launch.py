@@ -122,8 +122,8 @@ def is_current(device: torch.device) -> bool:
 
 
 _MOST_KERNELS = 1024
-_kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by everything that Triton specialises a kernel for
-_stages: OrderedDict[Any, int] = OrderedDict()  # by the same key, for kernels that Triton launches
+_kernels: OrderedDict[object, Direct | None] = OrderedDict()  # by everything that Triton specialises a kernel for
+_stages: OrderedDict[object, int] = OrderedDict()  # by the same key, for kernels that Triton launches
 _counts = {"hits": 0, "misses": 0}
 _lock = fork_safe(threading.Lock())
 
@@ -142,12 +142,12 @@ def clear_kernels() -> None:
         _counts.update(hits=0, misses=0)
 
 
-def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[object, ...]:
     """Returns the arguments of the flat function that is launched, from the arguments of the kernel as written."""
     return flattening(kernel.group)(arguments[0]) + arguments[1:]
 
 
-def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
+def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[object, ...]) -> None:
     """Runs `programs` programs of `kernel` on `device`; none for 0.
 
     arguments: of the kernel as written; the first is a NamedTuple.
@@ -237,14 +237,14 @@ def _find_or_compile(
 def _compile(kernel: Any, tile: Tile, arguments: tuple[Any, ...]) -> tuple[Any, store.Binary | None]:
     """Returns a kernel like `store.sound`."""
 
-    def compile_with(num_stages: int) -> Any:
+    def compile_with(num_stages: int) -> object:
         with compiler.compiling():
             return kernel.warmup(*arguments, grid=(1,), **compiler.options_of(tile.num_warps, num_stages))
 
     return store.sound(compile_with, tile.num_stages)
 
 
-def _sound_stages(kernel: Any, key: tuple[Any, ...], tile: Tile, arguments: tuple[Any, ...]) -> int:
+def _sound_stages(kernel: object, key: tuple[object, ...], tile: Tile, arguments: tuple[object, ...]) -> int:
     """Returns the number of stages with which `_compile` compiles the kernel of a key."""
     found = _stages.get(key)
     if found is None:
@@ -263,14 +263,14 @@ def description_of(launch: Launch, architecture: int) -> str:
     return store.description(kernel, parts, compiler.options_of(tile.num_warps, tile.num_stages), architecture)
 
 
-def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:
+def _parts_of(kernel: Any) -> Callable[..., tuple[object, ...]]:
     found = getattr(kernel, "parts_of", None)
     if found is None:
         found = kernel.parts_of = _compiled_parts(kernel.params)
     return found
 
 
-def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[object, ...]]:
     """Returns a function from a kernel's flat arguments to the properties that Triton specialises it for, see `_compiled_for`.
 
     The function is generated, because every launch that is not replayed calls it: the usual case of a parameter costs no call.
@@ -295,7 +295,7 @@ def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
     return found
 
 
-def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
+def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> object:
     """Returns the properties of an argument that Triton specialises a kernel for. Arguments that differ in them share no kernel.
 
     compared: whether the kernel is specialised for the argument's value, and for whether its address is a multiple of 16 bytes.
@@ -317,7 +317,7 @@ def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
     return kind, argument  # 1, 1.0 and True are equal
 
 
-def _compiled_for_in_tuple(part: Any) -> Any:
+def _compiled_for_in_tuple(part: object) -> object:
     """`_compiled_for` a part of a tuple: there Triton specialises for an integer if it is 1 or a multiple of 16."""
     if isinstance(part, tuple):
         return tuple(map(_compiled_for_in_tuple, part))
