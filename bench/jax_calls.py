@@ -24,7 +24,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from flexattn.bench import implementations, record
-from flexattn.bench.harness import in_turns, make_parser, need_gpu
+from flexattn.bench.harness import Call, in_turns, make_parser, need_gpu
 from flexattn.bench.implementations import Implementation, Prepared, Unavailable
 from flexattn.bench.inputs import Tensors
 from flexattn.bench.measure import Samples
@@ -41,8 +41,6 @@ METHOD = {
     False: "wall time of enqueued calls, from the start of the first to the end of the last, divided by their number",
     True: "sum of the kernels, copies and fills that CUPTI records, divided by the number of calls",
 }
-
-Call = Callable[[], Any]
 
 
 def prepare(make: Callable[[Workload], Callable[..., Any]], workload: Workload, tensors: Tensors, direction: str) -> Prepared:

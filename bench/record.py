@@ -60,6 +60,9 @@ class Row(NamedTuple):
     peak_mib: float | None = None
 
 
+Content = Mapping[str, Any]  # of a result file
+
+
 class Record(NamedTuple):
     command: str
     started: str | None  # UTC, ISO 8601
@@ -162,7 +165,7 @@ def replace(path: Path, content: Mapping[str, object]) -> None:
     os.replace(partial, path)
 
 
-def _json(content: Mapping[str, Any]) -> str:
+def _json(content: Content) -> str:
     """Returns JSON with one line for each workload and row, so that the diff of a change is short."""
     parts = []
     for key, value in content.items():

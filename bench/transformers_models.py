@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexattn import compat
 from flexattn.bench import record
-from flexattn.bench.harness import Run, event_times, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu, quartiles
 
 # The implementations of a group alternate by model. FlexAttention compiles for minutes, so it comes after the others.
 GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
@@ -132,12 +132,12 @@ class Chosen(NamedTuple):
     batches: Sequence[str]
 
 
-def measure(chosen: Chosen, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure(chosen: Chosen, device: torch.device) -> Iterator[Row]:
     """Yields a row for each model, implementation and batch, with the status measured, wrong or refused."""
     for group, model in itertools.product(GROUPS, chosen.models):
         for implementation in (name for name in group if name in chosen.implementations):
             compat.dynamo().reset()  # Dynamo compiles few shapes of a function; past that limit FlexAttention stores all scores
-            row: dict[str, Any] = {"model": model, "implementation": implementation}
+            row: Row = {"model": model, "implementation": implementation}
             try:
                 off = errors(model, implementation, 512, device, chosen.batches)
                 subject = build(model, LARGE, implementation, torch.bfloat16, device).train()

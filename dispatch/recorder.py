@@ -7,12 +7,16 @@ GPU, so that another framework can own the memory and launch the kernels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.compat import TorchDispatchMode, tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from flexattn.kernels_cudnn.plans import Plan as CudnnPlan
+    from flexattn.kernels_triton.runtime.launch import Launch
 
 _aten = torch.ops.aten
 _EMPTY = _aten.empty.memory_format
@@ -30,7 +34,7 @@ class Op(NamedTuple):
     """A recorded operator of torch."""
 
     func: Any
-    leaves: list[Any]  # the operator's arguments, with slots in place of tensors.
+    leaves: list[object]  # the operator's arguments, with slots in place of tensors.
     tree: Any
     outs: tuple[int | None, ...]
     writes: bool
@@ -70,7 +74,7 @@ class Launched(NamedTuple):
 class Executed(NamedTuple):
     """A recorded run of a cuDNN plan."""
 
-    plan: Any
+    plan: CudnnPlan
     buffers: dict[int, int]
 
 
@@ -165,7 +169,7 @@ class Recorder(Watch):  # type: ignore[no-untyped-call]
             return
         self.steps.append(Launched(direct.prepare(programs, arguments), [self.slot(t) for t in direct.tensors_of(arguments)]))
 
-    def on_planned_launch(self, launch: Any) -> None:
+    def on_planned_launch(self, launch: Launch) -> None:
         """Records a `launch.Launch` that does not run, because its tensors are meta tensors."""
         self.steps.append(Launched(launch, [self.slot(t) for t in tensors_of(launch.arguments)]))
 
