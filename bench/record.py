@@ -60,7 +60,7 @@ class Row(NamedTuple):
     peak_mib: float | None = None
 
 
-Content = Mapping[str, Any]  # of a result file
+Content = Mapping[str, Any]  # a result file, as read
 
 
 class Record(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,7 +175,7 @@ def functorch_config() -> Any:
     return config
 
 
-def symmetric_memory() -> Any:
+def symmetric_memory() -> ModuleType:
     """Returns torch's module of symmetric memory."""
     from torch.distributed import _symmetric_memory
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common import crossovers
@@ -27,27 +28,27 @@ MMA_HAS_RUN = False
 """Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
 
 
-def _hopper(name: str) -> Any:
+def _hopper(name: str) -> ModuleType:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
     return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
 
 
-def _blackwell(name: str) -> Any:
+def _blackwell(name: str) -> ModuleType:
     """Returns a module of kernels for sm_100, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.blackwell.{name}")
 
 
-def _mma(name: str) -> Any:
+def _mma(name: str) -> ModuleType:
     """Returns a module of kernels for mma.sync, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.mma.{name}")
 
 
-def _sparse(name: str) -> Any:
+def _sparse(name: str) -> ModuleType:
     """Returns a module of kernels for lists of keys, imported when a call has them."""
     return importlib.import_module(f"flexattn.kernels_triton.sparse.{name}")
 
 
-def _gluon(name: str) -> Any:
+def _gluon(name: str) -> ModuleType:
     """Returns a module that kernels in Gluon share, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.gluon.{name}")
 

@@ -102,7 +102,7 @@ class _Walk:
         # Places that were read, for a memo:
         self.is_all_known = True  # no other place was read
         self.entries: list[_Entry] = []
-        self.forms: list[_Entry] = []  # of tensors
+        self.forms: list[_Entry] = []  # fields of tensors
         self.reads: list[_Read] = []
 
     def visit_all(self) -> tuple[Hashable, Any]:
