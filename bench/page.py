@@ -10,14 +10,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flexattn.bench import charts, mma, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
 from flexattn.bench.model_tables import model_tables, without_times
 from flexattn.bench.peers import needs_dense_mask
-from flexattn.bench.record import Record
+from flexattn.bench.record import Content, Record
 from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
 from flexattn.bench.tables import (
     AUTO,
@@ -64,8 +64,8 @@ class Sources(NamedTuple):
     main: Record
     second: Record
     memory: Record
-    decode: Mapping[str, Any]
-    steps: Mapping[str, Any]
+    decode: Content
+    steps: Content
     older: Mapping[str, Record]  # by file, as far as there are any
     models: Record | None = None
 
@@ -97,7 +97,7 @@ def claim(found: Record) -> str:
     )
 
 
-def llama_step(steps: Mapping[str, Any]) -> str:
+def llama_step(steps: Content) -> str:
     """Returns the sentence on packed training in transformers."""
     ms = {r["implementation"]: r["ms"] for r in steps["rows"] if (r["model"], r.get("batch")) == ("llama", "packed") and "ms" in r}
     return (
@@ -181,7 +181,7 @@ def plots(found: Sources) -> dict[str, str]:
     }
 
 
-def _decode_times(decode: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _decode_times(decode: Content) -> dict[str, dict[str, float]]:
     """Returns microseconds by cell, then by name: of implementations that are one peer the fastest."""
     found: dict[str, dict[str, float]] = {}
     for cell in CELLS:
@@ -191,7 +191,7 @@ def _decode_times(decode: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _decode_plot(decode: Mapping[str, Any]) -> str:
+def _decode_plot(decode: Content) -> str:
     times = _decode_times(decode)
     panels = [
         Panel(
@@ -205,7 +205,7 @@ def _decode_plot(decode: Mapping[str, Any]) -> str:
     return charts.bar_chart(f"Decode on {decode['device']['name']}: time of a call, shorter is faster", panels, "microseconds")
 
 
-def _steps_plot(steps: Mapping[str, Any]) -> str:
+def _steps_plot(steps: Content) -> str:
     panels = []
     colours = {"flexattn": COLOURS[AUTO], "sdpa": COLOURS["SDPA cuDNN"]}
     for model, title in MODELS.items():
@@ -265,7 +265,7 @@ def slower_table(found: Record) -> Table:
     return Table("", ["speed", "faster implementation"], rows)
 
 
-def decode_table(decode: Mapping[str, Any]) -> Table:
+def decode_table(decode: Content) -> Table:
     """Returns flexattn's microseconds, and its speed relative to each peer."""
     rows = [
         (cell, [_microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in DECODE_PEERS)])

@@ -228,7 +228,7 @@ def read_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype is torch.bool else torch.int64
 
 
-def encode_graph(graph: Graph | None) -> Any:
+def encode_graph(graph: Graph | None) -> object:
     if graph is None:
         return None
     inputs, nodes, outputs = [], [], None
@@ -264,7 +264,7 @@ def decode_graph(parts: Any) -> Graph | None:
 
 def evaluate(
     graph: Graph,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     dtype: torch.dtype,
     read: Callable[..., Tensor] | None = None,
     guard: Callable[[Tensor], Tensor] | None = None,
@@ -335,7 +335,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _encode(x: object) -> Any:
+def _encode(x: object) -> object:
     if isinstance(x, Node):
         return {"node": x.name}
     if isinstance(x, torch.dtype):

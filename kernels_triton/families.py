@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common import crossovers
@@ -27,27 +28,27 @@ HOPPER_SPARSE_HAS_RUN = False
 """Whether the families for lists of keys on sm_90 run without a request."""
 
 
-def _hopper(name: str) -> Any:
+def _hopper(name: str) -> ModuleType:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
     return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
 
 
-def _blackwell(name: str) -> Any:
+def _blackwell(name: str) -> ModuleType:
     """Returns a module of kernels for sm_100, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.blackwell.{name}")
 
 
-def _mma(name: str) -> Any:
+def _mma(name: str) -> ModuleType:
     """Returns a module of kernels for mma.sync, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.mma.{name}")
 
 
-def _sparse(name: str) -> Any:
+def _sparse(name: str) -> ModuleType:
     """Returns a module of kernels for lists of keys, imported when a call has them."""
     return importlib.import_module(f"flexattn.kernels_triton.sparse.{name}")
 
 
-def _gluon(name: str) -> Any:
+def _gluon(name: str) -> ModuleType:
     """Returns a module that kernels in Gluon share, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.gluon.{name}")
 
@@ -157,7 +158,7 @@ def _unsupported_out(call: Forward) -> str | None:
     return "it writes out in 16 bits" if call.out.element_size() > max(2, call.problem.q.element_size()) else None
 
 
-def _never(call: Any) -> None:
+def _never(call: object) -> None:
     """Returns None, for a family without any reason against it."""
 
 
@@ -242,7 +243,7 @@ PORTABLE_BACKWARD = Family[Backward](
 )
 
 
-def _gluon_splits(call: Forward, tile: Any, programs: int = 1) -> Splits:
+def _gluon_splits(call: Forward, tile: object, programs: int = 1) -> Splits:
     conditions = _gluon("conditions")
     group = conditions.heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *conditions.tiles_and_room(call.problem, tile, group, programs))
@@ -273,7 +274,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
 )
 
 
-def _fp8_cache_splits(call: Forward, tile: Any) -> Splits:
+def _fp8_cache_splits(call: Forward, tile: object) -> Splits:
     kernels = _hopper("fp8_cache")
     group = kernels.heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
@@ -376,7 +377,7 @@ def _unsupported_in_fp8(call: Backward) -> str | None:
     return "gradients of a bias and of captures need values that only the portable backward writes" if is_reached else None
 
 
-def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> None:
+def _run_backward(launcher: Callable[..., None], call: Backward, tile: object) -> None:
     from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
 
     launcher(call, tile)
@@ -564,7 +565,7 @@ SPARSE_BACKWARD = Family[Backward](
 def _dequantized(family: Family[Backward]) -> Family[Backward]:
     """Runs a 16-bit family on dequantised FP8 operands."""
 
-    def evaluate(question: Callable[[Backward], Any], call: Backward) -> Any:
+    def evaluate(question: Callable[[Backward], object], call: Backward) -> Any:
         """Calls a family's function with the 16-bit call, on meta tensors."""
         x = call.problem
         problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")

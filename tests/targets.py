@@ -92,7 +92,7 @@ TARGETS = [
     Target("stage arithmetic in device functions (n % STAGES, n // STAGES)", most=6, holds=True),
     Target("reads of a work tile's numbers by position", most=0, holds=True),
     Target("lines that mypy does not check", most=9_000, holds=True),
-    Target("uses of Any in source", most=1_200),
+    Target("uses of Any in source", most=1_200, holds=True),
     Target("source: if, when per 1,000 words of comments and docstrings", least=3.5, holds=True),
     Target("source: where, what per 1,000 words of comments and docstrings", most=3, holds=True),
     Target("source: % of sentences with more than 25 words", most=5, holds=True),

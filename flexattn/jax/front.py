@@ -240,7 +240,7 @@ class _Given(NamedTuple):
         dense = (0, 0) if fmt == "thd" else (int(tensor.shape[fmt.index("b")]), int(tensor.shape[fmt.index("s")]))
         return _Lengths(used, cu, *dense)
 
-    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, object]) -> dict[int, Any]:
+    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, object]) -> dict[int, object]:
         """Returns the gradients of a state's histories, by the arrays' indices; amaxes: this call's, by the tensors' names."""
         found = {}
         for name, history in zip(SCALED, _HISTORIES, strict=True):
@@ -348,7 +348,7 @@ def _given(given: Mapping[str, object]) -> _Given:
     return _Given(tuple(arrays), [*arrays.values(), *captures, *lists], static, traced, captures, block_mask)
 
 
-def _array(name: str, value: object) -> Any:
+def _array(name: str, value: object) -> object:
     if isinstance(value, (jax.Array, np.ndarray)):
         return jnp.asarray(value)  # in JAX's dtype, such as float32 for float64
     raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
@@ -380,11 +380,11 @@ def words_of(key: jax.Array) -> jax.Array:
     return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # nonnegative, as in torch
 
 
-def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[object]], tuple[object, ...]]:
     """Returns the call as a function of its arrays, with its gradients; names: of out and lse, for checkpoint policies."""
     bound = functools.cache(given.bind)
 
-    def primal(arrays: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    def primal(arrays: tuple[jax.Array, ...]) -> tuple[object, ...]:
         one, sources = bound((False,) * len(arrays))
         return tuple(bind(forward_p, _operands(arrays, sources), one))
 

@@ -64,7 +64,7 @@ def _abstract(shapes: Any) -> object:
 def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns arrays that all vary over the same axes of a `jax.shard_map`; if one did not, its gradient is a sum over them."""
     varying = [jax.typeof(x).mat.varying for x in arrays]
-    union: frozenset[Any] = frozenset().union(*varying)
+    union: frozenset[object] = frozenset().union(*varying)
     return [
         jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if axes != union else x
         for x, axes in zip(arrays, varying, strict=True)
@@ -76,7 +76,7 @@ def bind(primitive: Primitive, arrays: Sequence[jax.Array], call: Hashable) -> l
     return list(primitive.bind(*alike(arrays), call=call))
 
 
-def _on_host(name: str, shapes: object) -> Any:
+def _on_host(name: str, shapes: object) -> object:
     direction = _direction(name)
 
     def run(*arrays: jax.Array, call: Call) -> Any:
