@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from flexattn import compat
+from flexattn.dispatch.spec import MaskType
 from flexattn.functional import attention
 from flexattn.integrations.flex import flex_attention
+from flexattn.validation import describe
 
 try:
     import spmd_types as spmd
@@ -124,7 +127,9 @@ class VarlenAttention(titan.VarlenAttention):  # type: ignore[misc]
         if not isinstance(attention_masks, titan.VarlenMetadata):
             raise TypeError(f"attention_masks is a {type(attention_masks).__name__}; accepted: a VarlenMetadata")
         _check_heads(q_BLNH, k_BLNH, enable_gqa)
-        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q_BLNH, k_BLNH, v_BLNH))  # outside: torchtitan refuses a split sequence here
+        q, k, v = (
+            x.reshape(-1, *x.shape[2:]) for x in (q_BLNH, k_BLNH, v_BLNH)
+        )  # outside: torchtitan refuses a split sequence here
         left, right = self.window_size
         with _untyped():
             out, lse = attention(
@@ -228,9 +233,9 @@ class ScaledDotProductAttention(titan.ScaledDotProductAttention):  # type: ignor
                 f"attention_masks is a {type(attention_masks).__name__}; accepted: None; use VarlenAttention or FlexAttention"
             )
         _check_heads(q_BLNH, k_BLNH, enable_gqa)
-        mask = "causal" if is_causal else "no_mask"
+        mask: MaskType = "causal" if is_causal else "no_mask"
         if isinstance(q_BLNH, DTensor) and any(place == Shard(1) for place in q_BLNH.placements):
-            return _over_ranks((q_BLNH, k_BLNH, v_BLNH), mask, scale)
+            return _over_ranks({"q_BLNH": q_BLNH, "k_BLNH": k_BLNH, "v_BLNH": v_BLNH}, mask, scale)
         with _untyped():
             out = attention(q_BLNH, k_BLNH, v_BLNH, attn_mask_type=mask, softmax_scale=scale)
         return _typed(out, q_BLNH)
@@ -248,25 +253,25 @@ def _check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
         raise ValueError(f"q_BLNH has {q.shape[2]} heads and k_BLNH has {k.shape[2]}; accepted: equal counts, or enable_gqa=True")
 
 
-def _over_ranks(qkv: tuple[DTensor, DTensor, DTensor], mask: str, scale: float | None) -> Tensor:
+def _over_ranks(qkv: Mapping[str, Any], mask: MaskType, scale: float | None) -> Tensor:
     """Returns this rank's tokens of a call whose tensors are sharded over the tokens, as torchtitan's context parallelism does."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ranks
-
     from flexattn import distributed
 
-    for name, x in zip(("q_BLNH", "k_BLNH", "v_BLNH"), qkv, strict=True):
-        if x.placements != (Shard(1),):
-            raise ValueError(f"{name} has placements {x.placements}; accepted with context parallelism: (Shard(1),), of one mesh dim")
-    is_zigzag = mask == "causal" and torch_ranks._cp_options.enable_load_balance  # the order in which torch dealt the tokens
-    lengths = qkv[0].shape[1], qkv[1].shape[1]
-    plan = _plan(qkv[0].device_mesh.get_group(), lengths, mask, "zigzag" if is_zigzag else "contiguous")
-    q, k, v = (x.to_local() for x in qkv)
+    for name, x in qkv.items():
+        if not isinstance(x, DTensor) or x.placements != (Shard(1),):
+            raise ValueError(
+                f"{name} is {describe(x)}, placed as {getattr(x, 'placements', None)}; accepted: a DTensor, placed as (Shard(1),)"
+            )
+    is_zigzag = mask == "causal" and compat.is_ring_balanced()
+    lengths = qkv["q_BLNH"].shape[1], qkv["k_BLNH"].shape[1]
+    plan = _plan(qkv["q_BLNH"].device_mesh.get_group(), lengths, mask, "zigzag" if is_zigzag else "contiguous")
+    q, k, v = (x.to_local() for x in qkv.values())
     out: Tensor = distributed.attention(q, k, v, plan=plan, softmax_scale=scale)
     return out
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(group: ProcessGroup, lengths: tuple[int, int], mask: Any, layout: Any) -> Plan:
+def _plan(group: ProcessGroup, lengths: tuple[int, int], mask: MaskType, layout: str) -> Plan:
     from flexattn import distributed
 
     return distributed.plan(group, length=lengths, attn_mask_type=mask, layout=layout)

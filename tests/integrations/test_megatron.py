@@ -166,7 +166,7 @@ def test_wrong_arguments(call: dict[str, Any], error: type[Exception], text: str
 
 def test_an_unknown_field_of_packed_sequences() -> None:
     params = dataclasses.make_dataclass("Newer", [("new_field", Any, 3)], bases=(PackedSeqParams,))()
-    with pytest.raises(TypeError, match="packed_seq_params.new_field is set"):
+    with pytest.raises(TypeError, match=r"packed_seq_params\.new_field is set"):
         _module(DotProductAttention)(*_inputs(), None, packed_seq_params=params)
 
 

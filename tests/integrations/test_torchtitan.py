@@ -97,7 +97,9 @@ def test_a_score_mod_equals_torchs() -> None:
     call = {"attention_masks": masks, "score_mod": lambda score, b, h, i, j: score + 0.1 * (j - i) * (h + 1), "enable_gqa": True}
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(titan.FlexAttention, "_compiled_flex_attn", titan.flex_attention)
-        found, expected = (module.Config().build()(*(x.detach() for x in _inputs()), **call) for module in (FlexAttention, titan.FlexAttention))
+        found, expected = (
+            module.Config().build()(*(x.detach() for x in _inputs()), **call) for module in (FlexAttention, titan.FlexAttention)
+        )
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ranks
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.models.common import attention as titan
 from torchtitan.models.common import decoder
@@ -17,7 +18,8 @@ OWN: dict[str, Any] = {"varlen": titan.VarlenAttention, "flex": titan.FlexAttent
 
 
 def create_masks_without_compiling() -> None:
-    """Makes torchtitan call torch's `create_block_mask` itself, because to compile it takes a minute."""
+    """Makes torchtitan and torch's context parallelism call `create_block_mask` itself, because to compile it takes a minute."""
+    torch_ranks._compiled_create_block_mask = create_block_mask  # type: ignore[assignment]
     decoder.create_attention_mask = create_block_mask
 
 
