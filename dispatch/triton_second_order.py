@@ -39,27 +39,25 @@ def unsupported(spec: AttentionSpec, along: Along, wanted: Sequence[bool]) -> st
     return None
 
 
-def tangent(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, along: Along) -> tuple[Tensor, Tensor]:
+def tangent(spec: AttentionSpec, x: Operands, lse: Tensor, along: Along) -> tuple[Tensor, Tensor]:
     """Returns the results of `second_order.tangent`."""
     from flexattn.kernels_triton.second_order.launch import Incoming, attention_tangent
 
     tout = torch.zeros_like(empty_outputs(spec, x._replace(out=None))[0])
-    incoming = Incoming(_rows(out, spec.q_format), lse.contiguous())
-    sums = attention_tangent(triton_backend.to_problem(spec, x), _along(spec, x, along), incoming, _rows(tout, spec.q_format))
+    problem, incoming = triton_backend.to_problem(spec, x), Incoming(lse.contiguous())
+    sums = attention_tangent(problem, _along(spec, x, along), incoming, _rows(tout, spec.q_format))
     return tout, sums.mu_ptr
 
 
 def double_backward(
-    spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor | None], along: Along
+    spec: AttentionSpec, x: Operands, lse: Tensor, gradients: tuple[Tensor, Tensor | None], along: Along
 ) -> Second:
-    """Returns the results of `second_order.double_backward`. results: out and lse. gradients: of both."""
+    """Returns the results of `second_order.double_backward`. gradients: of out and lse."""
     from flexattn.kernels_triton.second_order.launch import Incoming, attention_double_backward
 
-    (out, lse), (dout, dlse) = results, gradients
+    dout, dlse = gradients
     tout = torch.zeros_like(empty_outputs(spec, x._replace(out=None))[0])
-    incoming = Incoming(
-        _rows(out, spec.q_format), lse.contiguous(), _rows(dout, spec.q_format), None if dlse is None else dlse.contiguous()
-    )
+    incoming = Incoming(lse.contiguous(), _rows(dout, spec.q_format), None if dlse is None else dlse.contiguous())
     problem = triton_backend.to_problem(spec, x)
     sums, found = attention_double_backward(problem, _along(spec, x, along), incoming, _rows(tout, spec.q_format))
     hq = as_bshd(found.q, spec.q_format)

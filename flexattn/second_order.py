@@ -163,7 +163,7 @@ class Tangent(_WithRule):
         x = call.operands(rest)
         spec, along = call.spec_of(x), call.along(rest[call.ends[1] :])
         if call.runs_kernels(spec, x, along, [False] * len(along)):
-            return triton_second_order.tangent(spec, x, out, lse, along)
+            return triton_second_order.tangent(spec, x, lse, along)
         return second_order.tangent(spec, x, along)
 
     @staticmethod
@@ -243,7 +243,7 @@ class DoubleBackward(_WithRule):
             refuse_own_dropout(spec, call.settings, x)
         along = call.along(rest[call.ends[1] :])
         if call.runs_kernels(spec, x, along, call.wanted):
-            found = triton_second_order.double_backward(spec, x, (out, lse), (dout, dlse), along)
+            found = triton_second_order.double_backward(spec, x, lse, (dout, dlse), along)
         else:
             found = second_order.double_backward(spec, x, dout, dlse, along, call.wanted)
         return found.ddout, found.ddlse, *(t for t in found.inputs if t is not None)

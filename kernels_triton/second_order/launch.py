@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Saved
 from flexattn.kernels_triton.common.problem import Problem, bias_rows, rows
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import Tile, capability_of
@@ -28,9 +27,8 @@ class Along(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """The forward's results, and for a double backward their gradients."""
+    """The forward's lse, and for a double backward the gradients of out and lse."""
 
-    out: Tensor
     lse: Tensor
     dout: Tensor | None = None
     dlse: Tensor | None = None
@@ -53,16 +51,17 @@ def tile_of(problem: Problem) -> Tile:
 def attention_tangent(problem: Problem, along: Along, incoming: Incoming, tout: Tensor, tile: Tile | None = None) -> RowSums:
     """Writes the tangent of out, given as zeros in out's layout. Returns numbers of each query: `mu_ptr` is the tangent of lse."""
     x, tile = problem, tile or tile_of(problem)
-    out, lse, dout, dlse = incoming
+    lse, dout, dlse = incoming
     mu, scale = torch.zeros_like(lse), torch.zeros_like(lse)
     delta, tangent_delta = (None, None) if dout is None else (torch.zeros_like(lse), torch.zeros_like(lse))
     sums = RowSums(mu_ptr=mu, scale_ptr=scale, delta_ptr=delta, tangent_delta_ptr=tangent_delta)
-    meta = x.meta(tile, (*along[:3], out, tout, *(() if dout is None else (dout,))))
+    meta = x.meta(tile, (*along[:3], tout, *(() if dout is None else (dout,))))
     args = TangentArguments(
         inputs=x.inputs(meta),
         tangents=_tangents(along, x.batch, meta),
-        saved=Saved(out=rows(out, meta), lse_ptr=lse, dlse_ptr=dlse),
+        lse_ptr=lse,
         dout=None if dout is None else rows(dout, meta),
+        dlse_ptr=dlse,
         tout=rows(tout, meta),
         sums=sums,
     )

@@ -96,22 +96,20 @@ def named(out: Tensor, lse: Tensor, inputs: Any) -> dict[str, Tensor]:
         pytest.param(case, dtype, id=f"{case}-{name}", marks=[] if (case, name) in BY_DEFAULT else [pytest.mark.slow])
         for case in CASES
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-        if name == "fp32" or "outliers" not in case  # whose scores are too large for 16 bits
     ],
 )
 def test_kernels_equal_the_formulas_in_fp64(case: str, dtype: torch.dtype) -> None:
     spec, x, along, dout, dlse = make(case, dtype)
-    out, lse, _ = (t.to(dtype if t.dim() > 3 or i == 0 else torch.float32) for i, t in enumerate(reference_attention(spec, x)))
-    lse = lse.float()
+    lse = reference_attention(spec, x)[1].float()
     ref = results(spec, x, along, dout, dlse, torch.float64)
     eager = results(spec, x, along, dout, dlse, torch.float32)
-    first = triton_second_order.tangent(spec, x, out, lse, along)
-    found = triton_second_order.double_backward(spec, x, (out, lse), (dout, dlse), along)
+    first = triton_second_order.tangent(spec, x, lse, along)
+    found = triton_second_order.double_backward(spec, x, lse, (dout, dlse), along)
     got = named(found.ddout, found.ddlse, found.inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, (found.ddout, found.ddlse), strict=True))
     assert got.keys() == ref.keys()
     for name, t in got.items():
-        atol = 3e-5 if dtype is torch.float32 else 3e-2
+        atol = 3e-5 if dtype is torch.float32 else 1e-2
         scale = float(ref[name].abs().max().clamp_min(1.0))
         check_close(name, t, ref[name], eager[name], factor=GRADIENT_FACTOR, atol=atol * scale)
 
@@ -168,7 +166,7 @@ def test_compiled(dtype: torch.dtype, dim: int, capability: int) -> None:
     spec, x = make_call(inputs, attn_mask_type="causal", softcap=2.0)
     out, lse, _ = reference_attention(spec, x, torch.float32)
     with pretended_device(capability, 132), recorded_launches() as launches:
-        triton_second_order.double_backward(spec, x, (out.to(dtype), lse), (out.to(dtype), None), list(second_order.inputs(x)))
+        triton_second_order.double_backward(spec, x, lse, (out.to(dtype), None), list(second_order.inputs(x)))
     assert len(launches) == 2
     for report in compile_sound([request_for(launch, capability) for launch in launches]):
         assert report.shared_bytes <= 160 << 10
