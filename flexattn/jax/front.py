@@ -82,8 +82,8 @@ def attention(
     Returns:
         out, (out, lse), (out, max_logit) or (out, lse, max_logit), as requested. If fp8_recipe requests an FP8 output, out is a
         `flexattn.jax.fp8.QuantizedTensor`. out and lse have first and second derivatives in both modes, with respect to q, k, v,
-        bias, softmax_offset and the mods' captures. In FP8 they have first ones in reverse mode. max_logit has none: its gradient is
-        dropped. `jax.checkpoint` policies know out and lse as "flexattn_out" and "flexattn_lse".
+        bias, softmax_offset and the mods' captures. In FP8 they have first ones in reverse mode. max_logit has none: its gradient
+        is dropped. `jax.checkpoint` policies know out and lse as "flexattn_out" and "flexattn_lse".
 
     Raises:
         ValueError, TypeError: as `flexattn.attention`, when the call is traced.

@@ -1,8 +1,8 @@
 """The tangent of attention: one kernel, which takes the forward's lse.
 
-The weights of 16 bits would lose a small tangent of out in a large tangent of lse: t_o = (p t_s) v - mu o is a difference, and p t_s
-and out are rounded to 2^-9 of themselves. So each block of keys subtracts a mean of t_s before it rounds: the mean over the keys so
-far, weighted by p. It is mu after the last block. The sum p v moves the earlier blocks to a later mean.
+In 16 bits a small tangent of out would be lost in a large tangent of lse: t_o = (p t_s) v - mu o is a difference, and p t_s and o
+are rounded to 2^-9 of themselves. So each block of keys subtracts a mean of t_s before it rounds: the mean over the keys so far,
+weighted by p. It is mu after the last block. The sum p v moves the earlier blocks to a later mean.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer, Rows
-from flexattn.kernels_triton.common.band import visible_range_of_keys
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
@@ -26,12 +25,14 @@ from flexattn.kernels_triton.second_order.tiles import (
     ScoredKeys,
     ScoredQueries,
     Tangents,
+    keys_of_block,
     load_lse,
     load_qk,
     load_sink_tangent,
     load_v,
     scored,
     store_parts,
+    tile_at,
 )
 
 
@@ -42,6 +43,7 @@ class TangentArguments(NamedTuple):
     dout: Rows | None  # None: without delta and its tangent
     dlse_ptr: Pointer
     tout: Rows  # zeros
+    lists: BlockMaskLists | None  # lists of key blocks
     sums: RowSums
 
 
@@ -62,7 +64,7 @@ def _add(sums, p, weighted, step, v, tv, META: tl.constexpr):
 
 
 @kernel
-def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.constexpr):
+def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     V0: tl.constexpr = META.V0
@@ -100,12 +102,13 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
     mu = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M], tl.float32)
-    visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
-    for n in tl.range(visible.begin, visible.end, BLOCK_N):
+    tiles = keys_of_block(args.lists, head, first_row, inputs, META)
+    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+        n, is_full = tile_at(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         key_place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
         k = load_qk(inputs.k, key_place, BLOCK_N, META)
         tk = load_qk(tangents.k, key_place, BLOCK_N, META)
-        tile = scored(queries, ScoredKeys(k=k, tk=tk, n=n), tangents.bias, head, inputs, MODS, META)
+        tile = scored(queries, ScoredKeys(k=k, tk=tk, n=n), is_full, tangents.bias, head, inputs, MODS, BENDS, META)
         v = load_v(inputs.v, key_place, BLOCK_N, META)
         tv = load_v(tangents.v, key_place, BLOCK_N, META)
         total += tl.sum(tile.p, 1)
