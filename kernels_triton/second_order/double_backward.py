@@ -128,7 +128,7 @@ def load_keys(args, b, h_kv, start_kv, len_kv, n, META: tl.constexpr):
 
 @triton.jit
 def derivatives(args, queries, keys, is_full, head, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.constexpr):
-    tile = scored(queries, keys, is_full, args.tangents.bias, head, args.inputs, MODS, BENDS, META)
+    tile = scored(args, queries, keys, is_full, head, MODS, BENDS, META)
     p = tile.p * queries.scale[:, None]
     centred = product(queries.dout, keys.v, None, META.V1 > 0, META) * tile.drop - queries.delta[:, None]
     t_dp = product(queries.dout, keys.tv, None, META.V1 > 0, META) * tile.drop

@@ -50,8 +50,8 @@ class TangentArguments(NamedTuple):
 class Sums(NamedTuple):
     """Sums over keys for some columns of v, inside a kernel."""
 
-    out: tl.tensor  # of p v
-    tangent: tl.tensor  # of p (t - mean) v + p tv
+    out: tl.tensor  # sum of p v
+    tangent: tl.tensor  # sum of p (t - mean) v + p tv
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
         key_place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
         k = load_qk(inputs.k, key_place, BLOCK_N, META)
         tk = load_qk(tangents.k, key_place, BLOCK_N, META)
-        tile = scored(queries, ScoredKeys(k=k, tk=tk, n=n), is_full, tangents.bias, head, inputs, MODS, BENDS, META)
+        tile = scored(args, queries, ScoredKeys(k=k, tk=tk, n=n), is_full, head, MODS, BENDS, META)
         v = load_v(inputs.v, key_place, BLOCK_N, META)
         tv = load_v(tangents.v, key_place, BLOCK_N, META)
         total += tl.sum(tile.p, 1)

@@ -177,8 +177,9 @@ def tile_at(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scored(queries, keys, is_full, bias, head, inputs, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.constexpr):
-    # Returns a `Scored`. queries, keys: with the fields of `ScoredQueries` and `ScoredKeys`. bias: the bias's tangent.
+def scored(args, queries, keys, is_full, head, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.constexpr):
+    # Returns a `Scored`. queries, keys: with the fields of `ScoredQueries` and `ScoredKeys`. args: has `inputs` and `tangents`.
+    inputs, bias = args.inputs, args.tangents.bias
     first_row, n = queries.first_row, keys.n
     i = first_row + tl.arange(0, META.BLOCK_M)[:, None]
     j = n + tl.arange(0, META.BLOCK_N)[None, :]
