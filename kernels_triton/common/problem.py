@@ -367,6 +367,10 @@ class Problem:
         )
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
+        return self.cut(tile)
+
+    def cut(self, tile: Tile) -> Tile:
+        """Returns the tile with sides that divide the sides of the block mask's blocks."""
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
 
     @property
