@@ -1,7 +1,7 @@
 """Caches of latents in rows of 656 bytes, FlashMLA's format for sparse decoding, and attention by lists of keys over them.
 
-A row is a key of absorbed latent attention: 512 numbers in E4M3, the float32 factors of each 128 of them, and 64 numbers in bfloat16
-for the positions. Its values are its first 512 numbers.
+A row is a key of absorbed latent attention: 512 numbers in E4M3, the float32 factors of each 128 of them, and 64 numbers in
+bfloat16 for the positions. Its values are its first 512 numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flexattn.validation import DTYPES, check_tensor, describe
 LATENT, ROPE, GROUP = 512, 64, 128  # numbers of a latent, of its positions, and of a group with its own factor
 _SCALES = 4 * LATENT // GROUP  # bytes
 BYTES = LATENT + _SCALES + 2 * ROPE
-_LARGEST = 448.0  # of E4M3
+_LARGEST = 448.0  # the largest number in E4M3
 
 
 def pack_latents(x: Tensor) -> Tensor:
@@ -37,8 +37,10 @@ def pack_latents(x: Tensor) -> Tensor:
     """
     check_tensor("x", x, DTYPES, None)
     if x.shape[-1:] != (LATENT + ROPE,):
-        raise ValueError(f"x is {describe(x)}; accepted: a last dim of {LATENT + ROPE}, {LATENT} for the latent and {ROPE} for positions")
-    groups = x[..., :LATENT].float().unflatten(-1, (-1, GROUP))
+        raise ValueError(
+            f"x is {describe(x)}; accepted: a last dim of {LATENT + ROPE}, {LATENT} for the latent and {ROPE} for positions"
+        )
+    groups = x[..., :LATENT].float().reshape(*x.shape[:-1], -1, GROUP)
     scales = groups.abs().amax(-1, keepdim=True) / _LARGEST
     scales = torch.where(scales == 0, 1.0, scales)
     numbers = (groups / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).flatten(-2)
@@ -53,7 +55,7 @@ def unpack_latents(rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         ValueError, TypeError: rows are no uint8 tensor with 656 columns.
     """
     _check_rows(rows)
-    numbers = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, GROUP))
+    numbers = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float().reshape(*rows.shape[:-1], -1, GROUP)
     scales = rows[..., LATENT : LATENT + _SCALES].contiguous().view(torch.float32)
     positions = rows[..., LATENT + _SCALES :].contiguous().view(torch.bfloat16)
     return torch.cat([(numbers * scales[..., None]).flatten(-2).to(dtype), positions.to(dtype)], -1)
@@ -108,7 +110,9 @@ def latent_attention(
     if rows.device != q.device:
         raise ValueError(f"rows are on {rows.device} and q on {q.device}; accepted: one device")
     if torch.is_grad_enabled() and q.requires_grad:
-        raise ValueError("q requires a gradient, and a cache of latents has none; accepted: a call under torch.no_grad(), or q.detach()")
+        raise ValueError(
+            "q requires a gradient, and a cache of latents has none; accepted: a call under torch.no_grad(), or q.detach()"
+        )
     k = q.new_zeros(LATENT + ROPE).expand(*rows.shape[:-1], -1)  # stands for the keys in all checks, without memory
     given = options | {"kv_indices": kv_indices, "backend": backend, "return_lse": return_lse}
     x, settings = bind_call(q.detach(), k, k[..., :LATENT], **given)

@@ -37,7 +37,6 @@ from flexattn.kernels_triton.sparse.lists import (
     store_heads,
 )
 
-
 _PROGRAMS = 2  # programs of a multiprocessor, if keys are split
 
 

@@ -183,7 +183,9 @@ def load_keys(query: Query, q: Parts, k_base, first, lists: KeyLists, inputs: In
 
 
 @triton.jit
-def load_latents(query: Query, q: Parts, rows: Rows, first, lists: KeyLists, inputs: Inputs, KV_BLOCK: tl.constexpr, META: tl.constexpr):
+def load_latents(
+    query: Query, q: Parts, rows: Rows, first, lists: KeyLists, inputs: Inputs, KV_BLOCK: tl.constexpr, META: tl.constexpr
+):
     # The keys of rows of bytes (`latent_rows`): 512 numbers in E4M3, the fp32 factors of each 128 of them, and 64 bf16 numbers.
     DTYPE: tl.constexpr = q.first.dtype
     GROUP: tl.constexpr = 128

@@ -13,11 +13,15 @@ from flexattn import attention
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd, empty_outputs
 from flexattn.functional import bind_call
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.kernels_triton.sparse import forward as sparse
 from flexattn.kernels_triton.sparse.tiles import forward_tile
 from flexattn.ops import spec_to_run
 from flexattn.testing import check_close
 from tests.sparse.test_attention import call
+from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_caches import exact, make_case
 from tests.support.key_lists import draw_lists
 
@@ -81,7 +85,12 @@ def latents(page_size: int) -> tuple[dict[str, Any], Tensor, Tensor]:
     q = torch.randn(2, 2, 5, 576, generator=generator).to(BF16)
     k = torch.randn(2, longest, 1, 576, generator=generator) * torch.rand(2, longest, 1, 1, generator=generator).exp()
     indices, counts = draw_lists((2, 2), 0, longest, 24)
-    given = {"kv_indices": indices, "kv_index_counts": counts, "attn_mask_type": "padding_causal_bottom_right", "softmax_scale": 0.07}
+    given = {
+        "kv_indices": indices,
+        "kv_index_counts": counts,
+        "attn_mask_type": "padding_causal_bottom_right",
+        "softmax_scale": 0.07,
+    }
     given |= {"softmax_type": "learnable", "softmax_offset": torch.linspace(-1, 1, 5), "q": q, "return_lse": True}
     if page_size:
         table = torch.randperm(2 * longest // page_size, generator=generator).view(2, -1).int()
@@ -92,7 +101,10 @@ def latents(page_size: int) -> tuple[dict[str, Any], Tensor, Tensor]:
     first = lengths - torch.tensor([30, 5])
     arguments = {"page_table": given["page_table"]} if page_size else {}
     new = [t[i, :n] for i, t, n in ((0, k, 37), (1, k, 12))]
-    parts = ([first_part[: int(n)] for first_part, n in zip(new, first, strict=True)], [t[int(n) :] for t, n in zip(new, first, strict=True)])
+    parts = (
+        [first_part[: int(n)] for first_part, n in zip(new, first, strict=True)],
+        [t[int(n) :] for t, n in zip(new, first, strict=True)],
+    )
     for part, used in zip(parts, (torch.zeros(2, dtype=torch.int32), first.int()), strict=True):
         bounds = torch.tensor([0, *(len(t) for t in part)]).cumsum(0).int()
         flexattn.append_latents(rows, torch.cat(part), seqused_kv=used, cu_seqlens_q=bounds, qkv_format="thd_2bshd", **arguments)
@@ -137,3 +149,22 @@ def test_what_rows_of_latents_refuse() -> None:
             flexattn.latent_attention(**{**given, **change})
     with pytest.raises(ValueError, match="576"):
         flexattn.pack_latents(k[..., :512])
+
+
+@pytest.mark.slow
+def test_kernels_over_fp8_compile_for_sm_90() -> None:
+    sm = 90
+    with pretended_device(sm, 132), recorded_launches() as launches:
+        given, _, _ = latents(8)
+        flexattn.latent_attention(
+            **{**given, "q": given["q"].repeat(1, 1, 25, 1), "softmax_offset": torch.zeros(125)}, backend="triton"
+        )
+        indices, _ = draw_lists((3, 2), 2, 40, 300, repeats=True)
+        case = make_case(BF16, torch.float8_e4m3fn, page_size=4, scales="token and head", queries=2, lengths=(40, 0, 23))
+        attention(**case.arguments, kv_indices=indices, backend="triton")
+    found = [launch for launch in launches if launch.kernel.__name__ == "_sparse_fwd_kernel"]
+    assert len(found) == 2
+    for report in compile_sound([request_for(launch, sm) for launch in found]):
+        assert report.matrix_instructions
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
+        assert report.spill_instructions == 0
