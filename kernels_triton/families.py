@@ -521,6 +521,7 @@ SPARSE_FORWARD = Family[Forward](
     tile=lambda call: _sparse("tiles").forward_tile(call.problem),
     blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("forward").sparse_forward(call.problem, call.out, call.lse, tile),
+    splits=lambda call, tile: _sparse("forward").num_splits(call.problem, tile),
 )
 
 

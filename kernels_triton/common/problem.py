@@ -201,6 +201,7 @@ class Problem:
     kv_indices: Tensor | None = None  # int32 [b, sq, 1 | h_kv, n], [total_q, 1 | h_kv, n] for packed q, contiguous
     kv_index_counts: Tensor | None = None  # int32, the same without the last dim; None: all entries of a list count
     kv_block: int = 1  # keys of a block that an entry of kv_indices names
+    latent_rows: Tensor | None = None  # bytes of latents in k's layout, that the kernels for kv_indices read instead of k and v
     max_seqlen_q: int = 0  # used for [total, h, d], and for keys in pages; otherwise the sequence dim counts
     max_seqlen_kv: int = 0
     mods: Mods | None = None

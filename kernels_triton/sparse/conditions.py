@@ -21,7 +21,7 @@ def _unsupported(problem: Problem) -> str | None:
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
-    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.descales_kv:
+    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.descales_kv or x.latent_rows is not None:
         return "it takes q, k and v in 16 bits"
     return None
 
