@@ -19,6 +19,7 @@ from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
     clear_padding,
+    heads_of,
     key_lists,
     load_heads,
     load_keys,
@@ -79,7 +80,7 @@ def _sparse_fwd_kernel(args: Arguments, KV_BLOCK: tl.constexpr, META: tl.constex
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     if META.HAS_SINK:
         sink = tl.zeros([BLOCK_M], tl.float32) + load_sink(
-            inputs.softmax_offset_ptr, tl.where(is_head, query.heads, 0), LOG2E, META
+            inputs.softmax_offset_ptr, tl.where(is_head, heads_of(query, META), 0), LOG2E, META
         )
         new_max = tl.maximum(row_max, sink)
         scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max)

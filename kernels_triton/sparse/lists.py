@@ -46,8 +46,7 @@ class Query(NamedTuple):
     i: tl.tensor  # position in its sequence
     h_kv: tl.tensor
     h: tl.tensor  # first head
-    heads: tl.tensor  # all heads; rows from num_heads on have no head
-    num_heads: tl.tensor
+    num_heads: tl.tensor  # from h on
     start_q: int | tl.tensor
     len_q: tl.tensor
     start_kv: int | tl.tensor
@@ -59,10 +58,14 @@ class Query(NamedTuple):
 
 @triton.jit
 def query_of_program(inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
-    # Programs with the same list and keys are next to each other.
+    return query_at(tl.program_id(0), inputs, lists, KV_BLOCK, META)
+
+
+@triton.jit
+def query_at(pid, inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
+    # Returns query number `pid`. Queries with the same list and keys have numbers next to each other.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     group = inputs.group_size
-    pid = tl.program_id(0)
     blocks = tl.cdiv(group, BLOCK_M)
     first = pid % blocks * BLOCK_M
     pid = pid // blocks
@@ -85,7 +88,6 @@ def query_of_program(inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, ME
         i=i,
         h_kv=h_kv,
         h=h,
-        heads=h + tl.arange(0, BLOCK_M),
         num_heads=tl.minimum(group - first, BLOCK_M),
         start_q=start_q,
         len_q=len_q,
@@ -98,9 +100,33 @@ def query_of_program(inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, ME
 
 
 @triton.jit
+def query_of_token(token, part, slots_ptr, inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
+    # Returns (query, row of the token in the query's sequence, whether the token is a query). part: key head and heads, as in a
+    # number of `query_at`. slots_ptr: batch index * longest_q + position of each packed token, and -1 for padding
+    lengths = inputs.lengths_q
+    group = inputs.group_size
+    parts = tl.cdiv(group, META.BLOCK_M) * (inputs.num_heads // group)
+    if META.IS_RAGGED_Q:
+        slot = tl.load(slots_ptr + token)
+        query = query_at(tl.maximum(slot, 0) * parts + part, inputs, lists, KV_BLOCK, META)
+        row = token - query.start_q
+        is_query = slot >= 0
+    else:
+        row = token % lengths.num_tokens
+        slot = token // lengths.num_tokens * lengths.max_seqlen + tl.minimum(row, lengths.max_seqlen - 1)
+        query = query_at(slot * parts + part, inputs, lists, KV_BLOCK, META)
+        is_query = row < query.len_q
+    return query, row, is_query
+
+
+@triton.jit
 def load_entries(lists: KeyLists, query: Query, inputs: Inputs, first, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     # Returns (keys, whether the query sees them) of BLOCK_N entries from `first` on. A key that it does not see is 0.
-    place = first + tl.arange(0, META.BLOCK_N)
+    return load_entries_at(first + tl.arange(0, META.BLOCK_N), lists, query, inputs, KV_BLOCK, META)
+
+
+@triton.jit
+def load_entries_at(place, lists: KeyLists, query: Query, inputs: Inputs, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     is_entry = place < query.num_entries
     index = tl.load(lists.indices_ptr + query.list_row * lists.length + place // KV_BLOCK, mask=is_entry, other=-1)
     is_entry = is_entry & (index >= 0) & (index < tl.cdiv(query.len_kv, KV_BLOCK))
@@ -221,7 +247,18 @@ def clear_padding(
 
 
 @triton.jit
+def heads_of(query: Query, META: tl.constexpr):
+    # Returns the heads of a program's rows; rows from num_heads on have no head.
+    return query.h + tl.arange(0, META.BLOCK_M)
+
+
+@triton.jit
 def rows_of_heads(query: Query, inputs: Inputs, META: tl.constexpr):
+    return lse_rows_of(heads_of(query, META), query, inputs, META)
+
+
+@triton.jit
+def lse_rows_of(heads, query: Query, inputs: Inputs, META: tl.constexpr):
     # Returns the indices of the query's heads in lse.
-    h = query.heads if META.IS_RAGGED_Q else query.b * inputs.num_heads + query.heads
+    h = heads if META.IS_RAGGED_Q else query.b * inputs.num_heads + heads
     return tl.cast(h, tl.int64) * inputs.lengths_q.num_tokens + query.start_q + query.i
