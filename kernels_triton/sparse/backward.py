@@ -29,6 +29,7 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse import tiles
 from flexattn.kernels_triton.sparse.lists import (
@@ -47,7 +48,7 @@ from flexattn.kernels_triton.sparse.lists import (
 MOST_BYTES = 2**30
 """Memory for the weights and rows of a chunk of queries. A chunk has at least one query."""
 
-LINE: tl.constexpr = 16  # the weights of a query and head begin at multiples of this number of elements
+LINE = tl.constexpr(16)  # the weights of a query and head begin at multiples of this number of elements
 
 
 class Chunk(NamedTuple):
@@ -55,8 +56,8 @@ class Chunk(NamedTuple):
 
     first: int | tl.tensor  # the first token
     slots_ptr: Pointer  # int32 [tokens]: batch index * longest_q + position of each query, -1 for padding; None: tokens are dense
-    p_ptr: Pointer  # weights [tokens of the chunk, heads, lines * LINE], in q's dtype
-    ds_ptr: Pointer  # likewise gradients of the logits
+    p_ptr: WidePointer  # weights [tokens of the chunk, heads, lines * LINE], in q's dtype
+    ds_ptr: WidePointer  # likewise gradients of the logits
     lines: int
 
 
@@ -229,10 +230,10 @@ class TargetArguments(NamedTuple):
     chunk: Chunk
     listed: Listed
     list_heads: int
-    weights_ptr: Pointer  # the chunk's ds for k, and p for v
+    weights_ptr: WidePointer  # the chunk's ds for k, and p for v
     x: Rows  # q or dout
-    rows_ptr: Pointer  # fp32 [tokens of the chunk, key heads, entries, head dim]; None: atomics add to the sums
-    sums_ptr: Pointer  # fp32 [keys, key heads, head dim]
+    rows_ptr: WidePointer  # fp32 [tokens of the chunk, key heads, entries, head dim]; None: atomics add to the sums
+    sums_ptr: WidePointer  # fp32 [keys, key heads, head dim]
 
 
 class Target(NamedTuple):
@@ -274,31 +275,38 @@ def _sparse_rows_kernel(args: TargetArguments, TARGET: tl.constexpr, META: tl.co
         return
     weights = args.weights_ptr + (tl.cast(local, tl.int64) * inputs.num_heads + h_kv * group) * (chunk.lines * LINE)
     if args.rows_ptr is not None:
-        rows = ((tl.cast(local, tl.int64) * heads_kv + h_kv) * listed.entries + place) * HEAD_DIM
-        target = args.rows_ptr + rows[:, None]
+        target = args.rows_ptr + ((tl.cast(local, tl.int64) * heads_kv + h_kv) * listed.entries + tile * BLOCK_N) * HEAD_DIM
+        rows = tl.arange(0, BLOCK_N) * HEAD_DIM
     else:
+        target = args.sums_ptr
         rows = (keys.to(tl.int64) * heads_kv + h_kv) * HEAD_DIM
-        target = args.sums_ptr + rows[:, None]
     scale = inputs.scores.scale if TARGET.IS_K else 1.0
-    h = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    h = tl.arange(0, HEADS)[:, None]
     is_head = h < group
-    w = tl.load(weights + (h * (chunk.lines * LINE) + place[None, :]), mask=is_head & is_seen[None, :], other=0.0)
+    # places past the entries, or without one, have arbitrary weights in rows that are not stored
+    w = tl.load(
+        weights + (h.to(tl.int64) * (chunk.lines * LINE) + (tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]),
+        mask=is_head,
+        other=0.0,
+    )
     w = tl.trans(w)
+    x_heads = h.to(tl.int64) * args.x.stride_h * META.ALIGN
     for column in tl.range(0, HEAD_DIM, COLUMNS):
-        columns = column + tl.arange(0, COLUMNS)
-        is_column = (columns < HEAD_DIM)[None, :]
-        y = tl.load(x + (h * args.x.stride_h * META.ALIGN + columns[None, :]), mask=is_head & is_column, other=0.0)
+        columns = column + tl.arange(0, COLUMNS)[None, :]
+        is_column = columns < HEAD_DIM
+        y = tl.load(x + (x_heads + columns), mask=is_head & is_column, other=0.0)
         added = tl.dot(w, y, input_precision=META.PRECISION) * scale
         if args.rows_ptr is not None:
-            tl.store(target + columns[None, :], added, mask=is_seen[:, None] & is_column)
+            tl.store(target + (rows[:, None] + columns), added, mask=is_seen[:, None] & is_column)
         else:
-            tl.atomic_add(target + columns[None, :], added, mask=is_seen[:, None] & is_column, sem="relaxed")
+            tl.atomic_add(target + (rows[:, None] + columns), added, mask=is_seen[:, None] & is_column, sem="relaxed")
 
 
 @kernel
 def _sparse_sums_kernel(args: TargetArguments, TARGET: tl.constexpr, META: tl.constexpr):
     # Adds the rows of one key and key head to its sums, in the order of the queries, for BLOCK_M columns.
     HEAD_DIM: tl.constexpr = TARGET.HEAD_DIM
+    BLOCK_N: tl.constexpr = META.BLOCK_N
     COLUMNS: tl.constexpr = META.BLOCK_M
     inputs, listed = args.inputs, args.listed
     heads_kv = inputs.num_heads // inputs.group_size
@@ -313,9 +321,9 @@ def _sparse_sums_kernel(args: TargetArguments, TARGET: tl.constexpr, META: tl.co
         return
     order = listed.order_ptr + tl.cast(list_head, tl.int64) * listed.tokens * listed.entries
     is_column = (columns < HEAD_DIM)[None, :]
-    acc = tl.zeros([META.BLOCK_N, COLUMNS], tl.float32)
-    for first in range(begin, end, META.BLOCK_N):
-        place = first + tl.arange(0, META.BLOCK_N)
+    acc = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        place = first + tl.arange(0, BLOCK_N)
         entry = tl.load(order + place, mask=place < end, other=0)
         row = (entry // listed.entries * heads_kv + h_kv) * listed.entries + entry % listed.entries
         mask = (place < end)[:, None] & is_column
@@ -420,8 +428,8 @@ class _Chunks:
         self.entries = length if self.by_block else length * x.kv_block
         self.units = x.batch * cdiv(x.longest_kv, x.kv_block) if self.by_block else x.num_keys
         self.is_sorted = self.by_block or call.deterministic
-        lines = cdiv(length * x.kv_block, LINE)
-        weights = x.num_heads * lines * LINE
+        lines = cdiv(length * x.kv_block, LINE.value)
+        weights = x.num_heads * lines * LINE.value
         row_elements = (
             0 if self.by_block or not call.deterministic else x.num_heads_kv * self.entries * max(x.q.shape[-1], x.v.shape[-1])
         )
@@ -429,7 +437,7 @@ class _Chunks:
         self.size = cdiv(self.num_tokens, cdiv(self.num_tokens, most))
         make = functools.partial(torch.empty, device=x.device)
         self.rows = make(self.size * row_elements, dtype=torch.float32) if row_elements else None
-        p, ds = (make(self.size * weights, dtype=x.q.dtype) for _ in range(2))
+        p, ds = (make(self.size * weights + tiles.MOST_ENTRIES, dtype=x.q.dtype) for _ in range(2))
         self.chunk = Chunk(first=0, slots_ptr=self._slots(), p_ptr=p, ds_ptr=ds, lines=lines)
         self.keys = make(self.list_heads * self.size * self.entries, dtype=torch.int32)
         if self.is_sorted:

@@ -9,6 +9,10 @@ from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability
 _WIDE = 512  # from these head dims on, of q and v together, a tile of 64 keys leaves no room for a second one
 
 
+MOST_ENTRIES = 128
+"""Entries of the largest tile of `rows_tile`."""
+
+
 def forward_tile(problem: Problem) -> Tile:
     return _tile(problem, 64)
 
@@ -30,7 +34,7 @@ def rows_tile(problem: Problem) -> Tile:
     """Returns the tile of the rows of listed keys: columns, and entries."""
     if _is_interpreted(problem):
         return Tile(16, 16, 4, 1)
-    side = min(128, 2**15 // problem.q.element_size() // padded_heads(problem))
+    side = min(MOST_ENTRIES, 2**15 // problem.q.element_size() // padded_heads(problem))
     return Tile(side, side, 8 if side > 64 else 4, 2)
 
 
