@@ -27,6 +27,7 @@ from flexattn.kernels_triton.common.problem import Backward, rows
 from flexattn.kernels_triton.common.scores import logits, through_mods
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
+from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
@@ -34,6 +35,7 @@ from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse import tiles
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
+    head_offsets,
     heads_of,
     key_lists,
     load_entries_at,
@@ -80,12 +82,26 @@ class _Loss(NamedTuple):
 
 
 @triton.jit
+def _delta_of(args: DqArguments, query, META: tl.constexpr):
+    # Returns sum(out * dout). Few columns at a time are in registers.
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    HEAD_DIM: tl.constexpr = META.HEAD_DIM_V
+    WIDTH: tl.constexpr = min(META.V0, 64)
+    out = row_pointer(args.saved.out, query.b, query.h, query.start_q + query.i, META)
+    dout = row_pointer(args.dout, query.b, query.h, query.start_q + query.i, META)
+    out_heads, dout_heads = head_offsets(args.saved.out, META), head_offsets(args.dout, META)
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    for column in tl.static_range(0, HEAD_DIM, WIDTH):
+        x = load_tile(out, out_heads, 0, query.num_heads, column, WIDTH, HEAD_DIM, True)
+        y = load_tile(dout, dout_heads, 0, query.num_heads, column, WIDTH, HEAD_DIM, True)
+        delta += tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+    return delta
+
+
+@triton.jit
 def _load_loss(args: DqArguments, query, META: tl.constexpr):
     dout = load_heads(args.dout, query, META.V0, META.V1, META.HEAD_DIM_V, META)
-    out = load_heads(args.saved.out, query, META.V0, META.V1, META.HEAD_DIM_V, META)
-    delta = tl.sum(out.first.to(tl.float32) * dout.first.to(tl.float32), 1)
-    if META.V1 > 0:
-        delta += tl.sum(out.second.to(tl.float32) * dout.second.to(tl.float32), 1)
+    delta = _delta_of(args, query, META)
     row = rows_of_heads(query, args.inputs, META)
     is_head = tl.arange(0, META.BLOCK_M) < query.num_heads
     if args.saved.dlse_ptr is not None:
