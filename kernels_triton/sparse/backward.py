@@ -440,7 +440,7 @@ class _Chunks:
         assert indices is not None
         self.num_tokens = x.q.shape[:-2].numel()
         self.list_heads, length = indices.shape[-2:]
-        self.by_block = x.kv_block >= 16 and x.kv_block & (x.kv_block - 1) == 0
+        self.by_block = x.kv_block in (16, 32, 64, 128)
         self.entries = length if self.by_block else length * x.kv_block
         self.units = x.batch * cdiv(x.longest_kv, x.kv_block) if self.by_block else x.num_keys
         self.is_sorted = self.by_block or call.deterministic

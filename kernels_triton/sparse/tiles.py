@@ -9,6 +9,8 @@ from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability
 _WIDE = 512  # from these head dims on, of q and v together, a tile of 64 keys leaves no room for a second one
 
 
+_LARGE_MEMORY = (80, 90, 100)  # GPUs whose programs can have over 160 KB of shared memory
+
 MOST_ENTRIES = 128
 """Entries of the largest tile of `rows_tile`."""
 
@@ -19,7 +21,11 @@ def forward_tile(problem: Problem) -> Tile:
 
 def backward_tile(problem: Problem) -> Tile:
     """Returns the tile of dq."""
-    return _tile(problem, 64)
+    x = problem
+    if x.head_dims < _WIDE or x.q.element_size() > 2 or _is_interpreted(x):
+        return _tile(x, 64 if x.q.element_size() == 2 else 32)
+    entries = 32 if capability_of(x.device) in _LARGE_MEMORY else 16
+    return Tile(min(padded_heads(x), 32), entries, 8, 2)
 
 
 def padded_heads(problem: Problem) -> int:
@@ -34,8 +40,8 @@ def rows_tile(problem: Problem) -> Tile:
     """Returns the tile of the rows of listed keys: columns, and entries."""
     if _is_interpreted(problem):
         return Tile(16, 16, 4, 1)
-    side = min(MOST_ENTRIES, 2**15 // problem.q.element_size() // padded_heads(problem))
-    return Tile(side, side, 8 if side > 64 else 4, 2)
+    side = 2**15 // problem.q.element_size() // padded_heads(problem)
+    return Tile(min(64, side), min(MOST_ENTRIES, side), 4, 2)
 
 
 def sums_tile(problem: Problem) -> Tile:
