@@ -26,6 +26,9 @@ _NEVER_RAN = "it was compiled and emulated, and never run on such a GPU"
 MMA_HAS_RUN = False
 """Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
 
+HOPPER_SPARSE_HAS_RUN = False
+"""The same for the families for lists of keys on sm_90."""
+
 
 def _hopper(name: str) -> Any:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
@@ -97,10 +100,12 @@ class Choice(NamedTuple):
 
 def choose(call: Call, policy: Policy) -> Choice:
     """Returns the first family that can run a call and is not slower, in the order for its direction and operands."""
-    if call.problem.kv_indices is not None:
-        family = SPARSE_FORWARD if isinstance(call, Forward) else SPARSE_BACKWARD
-        return Choice(family, family.tile(call), "the kernels for lists of keys", ())
-    order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
+    is_sparse = call.problem.kv_indices is not None
+    order: Sequence[Family[Any]]
+    if is_sparse:
+        order = SPARSE_FORWARDS if isinstance(call, Forward) else (SPARSE_BACKWARD,)
+    else:
+        order = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected: list[tuple[str, str]] = []
     for family in order[:-1]:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
@@ -114,7 +119,8 @@ def choose(call: Call, policy: Policy) -> Choice:
             return Choice(family, family.tile(call), why, tuple(rejected), rule)
         rejected.append((family.name, reason))
     portable = order[-1]
-    return Choice(portable, portable.tile(call), "the kernels for every GPU and every call", tuple(rejected))
+    why = "the kernels for lists of keys" if is_sparse else "the kernels for every GPU and every call"
+    return Choice(portable, portable.tile(call), why, tuple(rejected))
 
 
 def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str | None:
@@ -135,6 +141,8 @@ _EMULATED = (
     "sm_90 fused",
     "sm_90 fused 192",
     "sm_90 two-kernel",
+    "sm_90 sparse",
+    "sm_90 sparse latent",
     "sm_100",
     "sm_100 fused",
 )
@@ -506,14 +514,47 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
 )
 
 
+def _heads_and_keys(tile: Tile) -> str:
+    return f"{tile.block_m} heads x {tile.block_n} keys"
+
+
 SPARSE_FORWARD = Family[Forward](
     name="sparse",
     direction="forward",
     unsupported=_never,
     tile=lambda call: _sparse("tiles").forward_tile(call.problem),
-    blocks=lambda tile: f"{tile.block_m} heads x {tile.block_n} keys",
+    blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("forward").sparse_forward(call.problem, call.out, call.lse, tile),
+    splits=lambda call, tile: _sparse("forward").num_splits(call.problem, tile),
 )
+
+
+HOPPER_SPARSE_LATENT = Family[Forward](
+    name="sm_90 sparse latent",
+    direction="forward",
+    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").wide_unsupported(call.problem),
+    tile=lambda call: _sparse("conditions").wide_tile(call.problem),
+    blocks=_heads_and_keys,
+    run=lambda call, tile: _sparse("hopper_wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
+    capabilities=frozenset((90,)),
+    has_run=HOPPER_SPARSE_HAS_RUN,
+)
+
+
+HOPPER_SPARSE = Family[Forward](
+    name="sm_90 sparse",
+    direction="forward",
+    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").narrow_unsupported(call.problem),
+    tile=lambda call: _sparse("conditions").narrow_tile(call.problem),
+    blocks=_heads_and_keys,
+    run=lambda call, tile: _sparse("hopper_forward").narrow_forward(call.problem, call.out, call.lse, tile),
+    capabilities=frozenset((90,)),
+    has_run=HOPPER_SPARSE_HAS_RUN,
+)
+
+
+SPARSE_FORWARDS: tuple[Family[Forward], ...] = (HOPPER_SPARSE_LATENT, HOPPER_SPARSE, SPARSE_FORWARD)
+"""Families for lists of keys, in the order of the choice."""
 
 
 SPARSE_BACKWARD = Family[Backward](
@@ -521,7 +562,7 @@ SPARSE_BACKWARD = Family[Backward](
     direction="backward",
     unsupported=_never,
     tile=lambda call: _sparse("tiles").backward_tile(call.problem),
-    blocks=lambda tile: f"{tile.block_m} heads x {tile.block_n} keys",
+    blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("backward").sparse_backward(call, tile),
 )
 

@@ -200,6 +200,7 @@ class Problem:
     kv_indices: Tensor | None = None  # int32 [b, sq, 1 | h_kv, n], [total_q, 1 | h_kv, n] for packed q, contiguous
     kv_index_counts: Tensor | None = None  # int32, the same without the last dim; None: all entries of a list count
     kv_block: int = 1  # keys of a block that an entry of kv_indices names
+    latent_rows: Tensor | None = None  # bytes of latents in k's layout, that the kernels for kv_indices read instead of k and v
     max_seqlen_q: int = 0  # used for [total, h, d], and for keys in pages; otherwise the sequence dim counts
     max_seqlen_kv: int = 0
     mods: Mods | None = None
@@ -334,9 +335,12 @@ class Problem:
         """True if v is the first columns of k, in the same memory, as in absorbed latent attention (MLA).
 
         The head dim of k must be above 256 and v's columns must be those of k's first part. Then one tile serves both products.
+        Meta tensors have no address: there, narrower rows with k's strides are taken for columns of k.
         """
         k, v = self.k, self.v
-        if k.shape[-1] <= 256 or k.is_meta or k.data_ptr() != v.data_ptr() or k.stride() != v.stride():
+        if k.shape[-1] <= 256 or k.stride() != v.stride():
+            return False
+        if (k.shape[-1] <= v.shape[-1]) if k.is_meta else (k.data_ptr() != v.data_ptr()):
             return False
         return (self._parts(k)[0], 0) == self._parts(v)
 

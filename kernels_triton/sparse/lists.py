@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer
+from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys
 from flexattn.kernels_triton.common.padding import padding_rows
 from flexattn.kernels_triton.common.problem import Problem
@@ -136,14 +136,19 @@ def load_entries_at(place, lists: KeyLists, query: Query, inputs: Inputs, KV_BLO
 
 
 @triton.jit
+def _page_and_row(pages, b, j):
+    # Returns (page, int64; row in it) of keys j of a sequence. Page ids are clamped.
+    page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + j // pages.page_size)
+    return tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64), j % pages.page_size
+
+
+@triton.jit
 def key_offsets(x, inputs: Inputs, b, j, META: tl.constexpr):
     # Returns the offsets of the rows of keys j from the first key of the sequence, or of the pool of pages.
     offsets = j.to(tl.int64) * x.stride_s
     if inputs.pages.table_ptr is not None:
-        pages = inputs.pages
-        page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + j // pages.page_size)
-        page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64)
-        offsets = page * x.stride_b + (j % pages.page_size).to(tl.int64) * x.stride_s
+        page, row = _page_and_row(inputs.pages, b, j)
+        offsets = page * x.stride_b + row.to(tl.int64) * x.stride_s
     return offsets * META.ALIGN
 
 
@@ -155,6 +160,17 @@ def gather(base, offsets, is_seen, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HE
     if COLUMN + WIDTH > HEAD_DIM:
         mask = mask & (columns < HEAD_DIM)[None, :]
     return tl.load(base + (offsets[:, None] + columns[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def load_scales(scale, inputs: Inputs, query: Query, j, is_seen, META: tl.constexpr):
+    # Returns the factors of keys in FP8 that each have one, and 0 for keys that are not seen.
+    place = j * 0 + query.b
+    row = j
+    if inputs.pages.table_ptr is not None:
+        place, row = _page_and_row(inputs.pages, query.b, j)
+    offsets = place.to(tl.int64) * scale.stride_b + row.to(tl.int64) * scale.stride_block
+    return tl.load(scale.ptr + offsets + tl.cast(query.h_kv, tl.int64) * scale.stride_h, mask=is_seen, other=0.0)
 
 
 class Keys(NamedTuple):
@@ -172,11 +188,41 @@ def load_keys(query: Query, q: Parts, k_base, first, lists: KeyLists, inputs: In
     j, is_seen = load_entries(lists, query, inputs, first, KV_BLOCK, META)
     offsets = key_offsets(inputs.k, inputs, query.b, j, META)
     k0 = gather(k_base, offsets, is_seen, 0, META.QK0, META.HEAD_DIM_QK)
+    if META.IS_KV_FP8:
+        k0 = k0.to(q.first.dtype)
     k1 = k0
     qk = tl.dot(q.first, tl.trans(k0), input_precision=META.PRECISION)
     if META.QK1 > 0:
         k1 = gather(k_base, offsets, is_seen, META.QK0, META.QK1, META.HEAD_DIM_QK)
+        if META.IS_KV_FP8:
+            k1 = k1.to(q.first.dtype)
         qk = tl.dot(q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
+    if META.HAS_TOKEN_SCALES_K:
+        qk *= load_scales(inputs.scales.k, inputs, query, j, is_seen, META)[None, :]
+    return Keys(j=j, is_seen=is_seen, k0=k0, k1=k1, qk=qk)
+
+
+@triton.jit
+def load_latents(
+    query: Query, q: Parts, rows: Rows, first, lists: KeyLists, inputs: Inputs, KV_BLOCK: tl.constexpr, META: tl.constexpr
+):
+    # The keys of rows of bytes (`latent_rows`): 512 numbers in E4M3, the fp32 factors of each 128 of them, and 64 bf16 numbers.
+    DTYPE: tl.constexpr = q.first.dtype
+    GROUP: tl.constexpr = 128
+    GROUPS: tl.constexpr = META.QK0 // GROUP
+    j, is_seen = load_entries(lists, query, inputs, first, KV_BLOCK, META)
+    b = query.b if inputs.pages.table_ptr is None else 0
+    places = row_pointer(rows, b, 0, query.start_kv, META) + key_offsets(rows, inputs, query.b, j, META)
+    mask = is_seen[:, None]
+    numbers = tl.load(places[:, None] + tl.arange(0, META.QK0)[None, :], mask=mask, other=0).to(tl.float8e4nv, bitcast=True)
+    scales = (places + META.QK0).to(tl.pointer_type(tl.float32))
+    scales = tl.load(scales[:, None] + tl.arange(0, GROUPS)[None, :], mask=mask, other=0.0)
+    k0 = tl.reshape(numbers.to(tl.float32), [META.BLOCK_N, GROUPS, GROUP]) * scales[:, :, None]
+    k0 = tl.reshape(k0, [META.BLOCK_N, META.QK0]).to(DTYPE)
+    k1 = (places + (META.QK0 + 4 * GROUPS)).to(tl.pointer_type(tl.bfloat16))
+    k1 = tl.load(k1[:, None] + tl.arange(0, META.QK1)[None, :], mask=mask, other=0.0).to(DTYPE)
+    qk = tl.dot(q.first, tl.trans(k0), input_precision=META.PRECISION)
+    qk = tl.dot(q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
     return Keys(j=j, is_seen=is_seen, k0=k0, k1=k1, qk=qk)
 
 
@@ -190,6 +236,11 @@ def load_values(query: Query, keys: Keys, v_base, inputs: Inputs, META: tl.const
     v1 = v0
     if META.V1 > 0:
         v1 = gather(v_base, offsets, keys.is_seen, META.V0, META.V1, META.HEAD_DIM_V)
+    if META.HAS_TOKEN_SCALES_V:
+        scales = load_scales(inputs.scales.v, inputs, query, keys.j, keys.is_seen, META)[:, None]
+        v0, v1 = v0.to(tl.float32) * scales, v1.to(tl.float32) * scales
+    if META.IS_KV_FP8:
+        v0, v1 = v0.to(keys.k0.dtype), v1.to(keys.k0.dtype)
     return v0, v1
 
 

@@ -67,4 +67,5 @@ def _tile(problem: Problem, most: int) -> Tile:
         return Tile(16, 16, 4, 1)
     is_wide = x.head_dims >= _WIDE or x.q.element_size() > 2
     heads = min(max(slots_of_heads(x.group_size), 16), most)
-    return Tile(heads, most // 2 if is_wide else most, 8 if is_wide or heads > 32 else 4, 2)
+    keys = most // 2 if is_wide or x.descales_kv else most  # a tile of keys that are converted is in registers
+    return Tile(heads, keys, 8 if is_wide or heads > 32 else 4, 2)
