@@ -100,6 +100,26 @@ def query_at(pid, inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META:
 
 
 @triton.jit
+def query_of_token(token, part, slots_ptr, inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
+    # Returns (query, row of the token in the query's sequence, whether the token is a query). part: key head and heads, as in a
+    # number of `query_at`. slots_ptr: batch index * longest_q + position of each packed token, and -1 for padding
+    lengths = inputs.lengths_q
+    group = inputs.group_size
+    parts = tl.cdiv(group, META.BLOCK_M) * (inputs.num_heads // group)
+    if META.IS_RAGGED_Q:
+        slot = tl.load(slots_ptr + token)
+        query = query_at(tl.maximum(slot, 0) * parts + part, inputs, lists, KV_BLOCK, META)
+        row = token - query.start_q
+        is_query = slot >= 0
+    else:
+        row = token % lengths.num_tokens
+        slot = token // lengths.num_tokens * lengths.max_seqlen + tl.minimum(row, lengths.max_seqlen - 1)
+        query = query_at(slot * parts + part, inputs, lists, KV_BLOCK, META)
+        is_query = row < query.len_q
+    return query, row, is_query
+
+
+@triton.jit
 def load_entries(lists: KeyLists, query: Query, inputs: Inputs, first, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     # Returns (keys, whether the query sees them) of BLOCK_N entries from `first` on. A key that it does not see is 0.
     return load_entries_at(first + tl.arange(0, META.BLOCK_N), lists, query, inputs, KV_BLOCK, META)
