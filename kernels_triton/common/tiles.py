@@ -360,6 +360,13 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
 }
 """Tiles for head dims up to 256; `crossovers` selects one for a call."""
 
+HOPPER_FITTED = (
+    HopperTile(head_dim_qk=80, head_dim_v=80, block_m=128, block_n=128, num_stages=3, registers=240),
+    HopperTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=128, num_stages=3, registers=240),
+    HopperTile(head_dim_qk=160, head_dim_v=160, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
+    HopperTile(head_dim_qk=192, head_dim_v=192, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2),
+)
+
 HOPPER_WIDE = tuple(
     HopperTile(
         head_dim_qk=head_dim_qk, head_dim_v=512, block_m=64, block_n=64, num_stages=1, registers=240, pingpong=False, is_lazy=True
