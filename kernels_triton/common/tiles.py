@@ -518,6 +518,13 @@ HOPPER_FUSED: dict[str, HopperFusedTile] = {
 }
 """Tiles for head dims up to 128; `crossovers` selects one for a call."""
 
+HOPPER_FUSED_FITTED: dict[str, HopperFusedTile] = {
+    f"d{head_dim}{name}": replace(tile, head_dim=head_dim)
+    for head_dim in (80, 96)
+    for name, tile in (("", _FUSED_128), ("_persistent", HOPPER_FUSED["d128_persistent"]), ("_open", HOPPER_FUSED["d128_open"]))
+}
+"""Tiles whose head dims have two parts, not measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HopperFused192Tile:
