@@ -366,6 +366,25 @@ HOPPER_FITTED = (
     HopperTile(head_dim_qk=160, head_dim_v=160, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
     HopperTile(head_dim_qk=192, head_dim_v=192, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2),
 )
+"""Tiles whose head dims have two parts, not measured: 80 = 64 + 16, 96 = 64 + 32, 160 = 128 + 32 and 192 = 128 + 64.
+
+`families.FITTED_HAS_RUN` says whether they are used without a request.
+"""
+
+
+def select_fitted_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool) -> HopperTile | None:
+    """Returns the narrowest of HOPPER_FITTED; None if a tile of HOPPER_FORWARD is as narrow.
+
+    For modified scores a block has fewer keys, which frees registers.
+    """
+    widest = max(head_dim_qk, head_dim_v)
+    if widest <= 64 or 96 < widest <= 128 or head_dim_v <= 128 < head_dim_qk:
+        return None
+    tile = next((tile for tile in HOPPER_FITTED if widest <= tile.head_dim_v), None)
+    if tile is None or not is_modified or tile.block_n == 64:
+        return tile
+    return replace(tile, block_n=64, num_stages=tile.num_stages + 1)
+
 
 HOPPER_WIDE = tuple(
     HopperTile(
@@ -523,7 +542,7 @@ HOPPER_FUSED_FITTED: dict[str, HopperFusedTile] = {
     for head_dim in (80, 96)
     for name, tile in (("", _FUSED_128), ("_persistent", HOPPER_FUSED["d128_persistent"]), ("_open", HOPPER_FUSED["d128_open"]))
 }
-"""Tiles whose head dims have two parts, not measured."""
+"""Tiles whose head dims have two parts, not measured, by the name of the tile for 128 that a call would have otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)

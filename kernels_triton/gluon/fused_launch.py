@@ -59,7 +59,9 @@ def launch_of_fused(
     statistics, tiles, large, dq_sums, arrivals = tiled_statistics(call, size, with_dq_sums=True, with_dq_arrivals=converts)
     assert dq_sums is not None
     dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
-    bytes_per_head = 12 * (dim + dim1) * max(x.longest_q, x.longest_kv)  # approximate: two bytes each of k, v, q and dout, four of dq
+    bytes_per_head = (
+        12 * (dim + dim1) * max(x.longest_q, x.longest_kv)
+    )  # approximate: two bytes each of k, v, q and dout, four of dq
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
     if meta.NUMBERS > 0 and not x.has_lengths:  # a persistent kernel
         # the first tile, which belongs to no query, has room for the counter

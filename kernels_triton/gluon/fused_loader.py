@@ -36,7 +36,9 @@ def _load_boxes(descriptor, origin: Origin, block: Block, COLUMN: gl.constexpr, 
     PARTS: gl.constexpr = META.BLOCK_N // BOX
     for part in gl.static_range(PARTS):
         row = block.first_row + part * BOX
-        load_rows(descriptor, origin.token, block.sequence.len_kv, row, origin.head, COLUMN, full, tiles.index(PARTS * stage + part))
+        load_rows(
+            descriptor, origin.token, block.sequence.len_kv, row, origin.head, COLUMN, full, tiles.index(PARTS * stage + part)
+        )
 
 
 @gluon.jit

@@ -16,10 +16,12 @@ from flexattn.kernels_triton.common.tiles import (
     HOPPER_FORWARD,
     HOPPER_FUSED,
     HOPPER_FUSED_192,
+    HOPPER_FUSED_FITTED,
     HOPPER_WIDE,
     HopperBackwardTile,
     HopperFusedTile,
     HopperTile,
+    select_fitted_tile,
     select_hopper_backward_tile,
 )
 from flexattn.kernels_triton.gluon.conditions import (
@@ -69,6 +71,16 @@ def _decode(problem: Problem, tile: HopperTile) -> str:
 def forward_tile(problem: Problem) -> HopperTile:
     """Returns the committed tile."""
     return HOPPER_FORWARD[fastest_tile("sm_90", _tile_facts(problem))]
+
+
+def fitted_forward_tile(problem: Problem) -> HopperTile | None:
+    """Returns the tile for the problem's head dims that has no measurement; None: there is none, or queries or pages exclude it."""
+    x = problem
+    is_modified = x.is_modified or x.dropout_p > 0
+    tile = select_fitted_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified)
+    if tile is None or 2 * x.longest_q <= tile.block_m or x.page_table is not None or _unsupported_tile(x, tile):
+        return None
+    return tile
 
 
 def _is_wide(problem: Problem) -> bool:
@@ -124,6 +136,16 @@ def backward_tile(problem: Problem) -> HopperBackwardTile:
 def fused_tile(problem: Problem) -> HopperFusedTile:
     """Returns the committed tile."""
     return HOPPER_FUSED[fastest_tile("sm_90 fused", facts_of(problem))]
+
+
+def fitted_fused_tile(problem: Problem) -> HopperFusedTile | None:
+    """Returns the tile of the fused backward for the problem's head dims that has no measurement; None: there is none."""
+    x = problem
+    widest = max(x.q.shape[-1], x.v.shape[-1])
+    if not 64 < widest <= 96:
+        return None
+    name = fastest_tile("sm_90 fused", facts_of(x))
+    return HOPPER_FUSED_FITTED.get(name.replace("d128", "d80" if widest <= 80 else "d96"))
 
 
 def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
