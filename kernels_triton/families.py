@@ -429,7 +429,7 @@ HOPPER_FUSED_192 = Family[Backward](
         or _hopper("conditions").fused_192_unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    tile=lambda call: _hopper("conditions").HOPPER_FUSED_192,
+    tile=lambda call: _hopper("conditions").fused_192_tile(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused_192").fused_192_backward, call, tile),
     capabilities=frozenset((90,)),

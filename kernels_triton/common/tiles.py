@@ -547,7 +547,7 @@ HOPPER_FUSED_FITTED: dict[str, HopperFusedTile] = {
 
 @dataclass(frozen=True, kw_only=True)
 class HopperFused192Tile:
-    """A tile of the fused backward on sm_90 at head dims of q and k above 128, like `HopperFusedTile`."""
+    """A tile of the fused backward on sm_90 at head dims above 128, like `HopperFusedTile`."""
 
     head_dim_qk: int
     head_dim_v: int
@@ -555,3 +555,4 @@ class HopperFused192Tile:
 
 
 HOPPER_FUSED_192 = HopperFused192Tile(head_dim_qk=192, head_dim_v=128, queries=64)
+HOPPER_FUSED_160 = HopperFused192Tile(head_dim_qk=160, head_dim_v=160, queries=64)  # not measured

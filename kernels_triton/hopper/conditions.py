@@ -15,10 +15,12 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import (
     HOPPER_FORWARD,
     HOPPER_FUSED,
+    HOPPER_FUSED_160,
     HOPPER_FUSED_192,
     HOPPER_FUSED_FITTED,
     HOPPER_WIDE,
     HopperBackwardTile,
+    HopperFused192Tile,
     HopperFusedTile,
     HopperTile,
     select_fitted_tile,
@@ -156,11 +158,19 @@ def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None
     return backward_unsupported(x, out, dout)
 
 
+def fused_192_tile(problem: Problem) -> HopperFused192Tile:
+    """Returns the committed tile."""
+    return HOPPER_FUSED_192 if problem.v.shape[-1] <= HOPPER_FUSED_192.head_dim_v else HOPPER_FUSED_160
+
+
 def fused_192_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """Returns the reason if the fused backward for head dims above 128 cannot run this problem; None: it can."""
-    x, tile = problem, HOPPER_FUSED_192
-    if not 128 < x.q.shape[-1] <= tile.head_dim_qk or x.v.shape[-1] > tile.head_dim_v:
-        return f"it takes head dims of q and k from 136 to {tile.head_dim_qk}, and of v up to {tile.head_dim_v}"
+    x, tile = problem, fused_192_tile(problem)
+    d_qk, d_v = x.q.shape[-1], x.v.shape[-1]
+    if max(d_qk, d_v) <= 128 or d_qk > tile.head_dim_qk or d_v > tile.head_dim_v:
+        wide, square = HOPPER_FUSED_192, HOPPER_FUSED_160
+        pair = f"it takes head dims of q and k from 136 to {wide.head_dim_qk}, and of v up to {wide.head_dim_v}"
+        return f"{pair}; or of v from 136 to {square.head_dim_v}, and of q and k up to {square.head_dim_qk}"
     if x.is_modified or x.dropout_p > 0:
         return "it supports only scaled scores with an optional band: no bias, mod, softcap, dropout or block mask"
     return backward_unsupported(x, out, dout)
