@@ -95,7 +95,7 @@ def fused_192_backward(call: Backward, tile: HopperFused192Tile | None = None) -
     tiled = tiled_statistics(call, size, with_dq_sums=True)
     dq_sums = tiled.dq_sums
     assert dq_sums is not None
-    bytes_per_head = (4 * (sum(widths) + v0 + v1) + 4 * sum(widths)) * max(x.longest_q, x.longest_kv)  # approximate, see `fused_launch`
+    bytes_per_head = (8 * sum(widths) + 4 * (v0 + v1)) * max(x.longest_q, x.longest_kv)  # approximate, see `fused_launch`
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
 
     def sums_descriptor(columns: int) -> TensorDescriptor:

@@ -87,14 +87,23 @@ def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _recomputed(index, META: gl.constexpr):
+    # Returns the index. If v has two parts, ptxas computes an address with it anew at each use, because registers are scarce.
+    if META.V1 > 0:
+        return index + opaque_zero(index)
+    else:
+        return index
+
+
+@gluon.jit
 def _begin_dp(loaded: DkdvTiles, v_tile, index, half: gl.constexpr, zeros, META: gl.constexpr):
     # Issues 64 keys of v by half of the queries of dout, transposed
     v = loaded.v.index(v_tile).reshape([ROWS, META.V0])
     dout = loaded.dout.index(index).reshape([META.BLOCK_M, META.V0]).slice(half * HALF, HALF, 0)
     dp = warpgroup_mma(v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dP = V dO^T
     if META.V1 > 0:
-        v1 = loaded.v1.index(v_tile).reshape([ROWS, META.V1])
-        dout1 = loaded.dout1.index(index).reshape([META.BLOCK_M, META.V1]).slice(half * HALF, HALF, 0)
+        v1 = loaded.v1.index(_recomputed(v_tile, META)).reshape([ROWS, META.V1])
+        dout1 = loaded.dout1.index(_recomputed(index, META)).reshape([META.BLOCK_M, META.V1]).slice(half * HALF, HALF, 0)
         dp = warpgroup_mma(v1, dout1.permute([1, 0]), dp, is_async=True)  # dP = V dO^T
     return dp
 
@@ -185,7 +194,6 @@ def consume_fused_192(
         last = ds_slot(m_block + 1)
         has_next = m_block + 1 < iterations  # whether a next iteration exists
         q_tile = loaded.q.first.index(index).reshape([BLOCK_M, QK0])
-        q1_tile = loaded.q.second.index(index).reshape([BLOCK_M, QK1])
         dout_tile = loaded.dout.index(index).reshape([BLOCK_M, V0])
         statistics = loaded.statistics.index(index)
         pipeline.wait_full(barriers.q_full, q_stage)
@@ -197,7 +205,7 @@ def consume_fused_192(
         s_halves = gl.split(gl.permute(raw_s.reshape([ROWS, 2, HALF]), [0, 2, 1]))
         for half in gl.static_range(2):
             q = q_tile.slice(half * HALF, HALF, 0)
-            q1 = q1_tile.slice(half * HALF, HALF, 0)
+            q1 = loaded.q.second.index(_recomputed(index, META)).reshape([BLOCK_M, QK1]).slice(half * HALF, HALF, 0)
             dout = dout_tile.slice(half * HALF, HALF, 0)
             columns = row + half * HALF + half_columns
             i, j = columns[None, :], rows[:, None]
@@ -208,7 +216,7 @@ def consume_fused_192(
             p16 = gl.convert_layout(p.to(DTYPE), LEFT)
             dv = warpgroup_mma(p16, dout, dv, is_async=True)  # dV += P dO
             if V1 > 0:
-                dout1 = loaded.dout1.index(index).reshape([BLOCK_M, V1]).slice(half * HALF, HALF, 0)
+                dout1 = loaded.dout1.index(_recomputed(index, META)).reshape([BLOCK_M, V1]).slice(half * HALF, HALF, 0)
                 dv1 = warpgroup_mma(p16, dout1, dv1, is_async=True)  # dV += P dO
             dp = warpgroup_mma_wait(PARTS, deps=[dp])
             minus_delta = statistics.slice(BLOCK_M + half * HALF, HALF).load(COLUMNS)
