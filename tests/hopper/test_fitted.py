@@ -28,6 +28,7 @@ from flexattn.kernels_triton.hopper import backward_fused, conditions, forward, 
 from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import make_call, make_dlse, make_dout, make_inputs, reference_attention
+from tests.device import fitted
 from tests.support import inject
 from tests.support.compiled_kernels import compile_sound
 from tests.support.gluon_calls import (
@@ -339,3 +340,20 @@ def test_on_a_gpu(fmt: str, mask: str, dims: tuple[int, int], sq: int, skv: int)
         call = Backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *memory.views, memory.doffset)
         backward_fused.fused_backward(call, variant)
         check_gradients(memory, wanted)
+
+
+@pytest.mark.parametrize("head_dim", fitted.HEAD_DIMS)
+def test_the_timed_kernels_launch(head_dim: int) -> None:
+    """The program that times them on a GPU; today's kernels come first."""
+    shape = fitted.Shape(2, 512, 512, 2, causal=True)
+    with pretended_device(90, 132), recorded_launches() as seen:
+        call = fitted.call_of(shape, head_dim, "meta")
+        names = {}
+        for direction, kernels in (("forward", fitted.forwards(call.forward)), ("backward", fitted.backwards(call.backward))):
+            for name, kernel in kernels:
+                before = len(seen)
+                kernel()
+                assert len(seen) > before
+                names.setdefault(direction, []).append(name)
+    assert all(first.startswith("today") for first, *_ in names.values())
+    assert len(names["forward"]) > 1 or head_dim == 112
