@@ -311,6 +311,8 @@ class HopperTile:
     # Rescales a row only if its maximum has risen by a factor of 2**8: 2 to 4 % faster at 64 and at 256. At 64 with windows of 384
     # keys and more it is 2 to 8 % faster (bench/results/windows_h100.json). At 128 without a band it is up to 4 % slower.
     is_lazy: bool = False
+    # One block of keys stays in shared memory, and queries pass by it (`hopper/few_keys.py`).
+    holds_keys: bool = False
 
 
 _NARROW_64 = HopperTile(
@@ -384,6 +386,30 @@ def select_fitted_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool) 
     if tile is None or not is_modified or tile.block_n == 64:
         return tile
     return replace(tile, block_n=64, num_stages=tile.num_stages + 1)
+
+
+FEW_KEYS = 128
+"""Most keys for `few_keys_tile`."""
+
+
+def few_keys_tile(head_dim_qk: int, head_dim_v: int, keys: int) -> HopperTile | None:
+    """Returns the tile of a forward whose keys are one block, not measured; None: the head dims are too wide for one."""
+    d_qk, d_v = (sum(split_head_dim(head_dim)) for head_dim in (head_dim_qk, head_dim_v))
+    if max(d_qk, d_v) > 128:
+        return None
+    block_n = next(n for n in (32, 64, FEW_KEYS) if keys <= n)
+    stages = 2 if d_qk + d_v <= 192 or block_n < FEW_KEYS else 1
+    return HopperTile(
+        head_dim_qk=d_qk,
+        head_dim_v=d_v,
+        block_m=192,
+        block_n=block_n,
+        num_stages=stages,
+        registers=160,
+        q_stages=2,
+        pingpong=False,
+        holds_keys=True,
+    )
 
 
 HOPPER_WIDE = tuple(
