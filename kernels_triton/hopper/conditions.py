@@ -13,6 +13,7 @@ from flexattn.kernels_triton.common.crossovers import fastest_tile
 from flexattn.kernels_triton.common.facts import ProblemFacts, facts_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import (
+    FEW_KEYS,
     HOPPER_FORWARD,
     HOPPER_FUSED,
     HOPPER_FUSED_160,
@@ -23,6 +24,7 @@ from flexattn.kernels_triton.common.tiles import (
     HopperFused192Tile,
     HopperFusedTile,
     HopperTile,
+    few_keys_tile,
     select_fitted_tile,
     select_hopper_backward_tile,
 )
@@ -39,6 +41,7 @@ from flexattn.kernels_triton.gluon.descriptors import descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.runtime.device import capability_of
 
+_MANY_QUERIES = 256  # for which a program keeps its keys
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 
 
@@ -76,13 +79,17 @@ def forward_tile(problem: Problem) -> HopperTile:
 
 
 def fitted_forward_tile(problem: Problem) -> HopperTile | None:
-    """Returns the tile for the problem's head dims that has no measurement; None: there is none, or queries or pages exclude it."""
+    """Returns the tile for the problem's head dims or few keys that has no measurement; None: there is none for this problem."""
     x = problem
-    is_modified = x.is_modified or x.dropout_p > 0
-    tile = select_fitted_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified)
-    if tile is None or 2 * x.longest_q <= tile.block_m or x.page_table is not None or _unsupported_tile(x, tile):
+    if x.page_table is not None:
         return None
-    return tile
+    d_qk, d_v = x.q.shape[-1], x.v.shape[-1]
+    is_dense = x.bias is None and x.block_mask is None and not x.is_batch_invariant
+    is_few = is_dense and x.longest_kv <= FEW_KEYS and x.longest_q >= _MANY_QUERIES
+    if is_few and (tile := few_keys_tile(d_qk, d_v, x.longest_kv)):
+        return tile
+    tile = select_fitted_tile(d_qk, d_v, is_modified=x.is_modified or x.dropout_p > 0)
+    return None if tile is None or 2 * x.longest_q <= tile.block_m or _unsupported_tile(x, tile) else tile
 
 
 def _is_wide(problem: Problem) -> bool:

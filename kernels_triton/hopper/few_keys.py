@@ -14,20 +14,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import HopperTile
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.descriptors import load_rows
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
+from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
+    report_max_logit,
     rows_and_heads,
     sink_of_rows,
     statistics_row,
     store_lse,
     store_out_rows,
     sums_with_sink,
+    sums_with_sink_behind,
     visible_scores,
 )
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, WorkTile
@@ -120,11 +125,24 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             n_tile += 1
 
 
+class Counts(NamedTuple):
+    """A program's work tiles and key heads before the current ones."""
+
+    tiles: int | gl.tensor
+    key_heads: int | gl.tensor
+
+
 @gluon.jit
 def _compute_tile(
-    args: Arguments, buffers: Buffers, received: ReceivedTile, n_tile, n_keys, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+    args: Arguments,
+    buffers: Buffers,
+    received: ReceivedTile,
+    counts: Counts,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
 ):
-    # Computes a consumer's rows of a work tile. n_keys: number of the key head, whose k has come
+    # Computes a consumer's rows of a work tile, whose k and v have come
     tiles, barriers = buffers.tiles, buffers.barriers
     tile, band = received.tile, received.band
     DTYPE: gl.constexpr = tiles.v.dtype
@@ -135,7 +153,7 @@ def _compute_tile(
     draws = dropout_state(args.dropout, 0, META)
     m_start = tile.first_row + CONSUMER * ROWS
     rows, h_of_rows = rows_and_heads(m_start, tile.h, band.len_q, ROW_LAYOUT, META)
-    q_stage = Stage(n_tile, META.Q_STAGES)
+    q_stage = Stage(counts.tiles, META.Q_STAGES)
     q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
     same = Invariants(
         num_blocks=1,
@@ -154,8 +172,10 @@ def _compute_tile(
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
     row_sum = sums_of_threads(zeros, BLOCK_N)
     if META.HAS_SINK:
-        row_max, row_sum = sums_with_sink(row_max, row_sum, sink_of_rows(tile, h_of_rows, args, META))
-    stage = Stage(n_keys, META.STAGES)
+        sink = sink_of_rows(tile, h_of_rows, args, META)
+        if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
+            row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
+    stage = Stage(counts.key_heads, META.STAGES)
     mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
     s = score_product(tiles.q, q_slot, tiles.k, pipeline.index(stage), zeros, BLOCK_N, META)  # S = Q K^T
     column, is_full = key_block(0, 0, META)
@@ -168,10 +188,15 @@ def _compute_tile(
     p = unpack_pairs(weights, ROWS, BLOCK_N, gl.DotOperandLayout(0, acc.type.layout, 2), DTYPE)
     acc, acc1 = begin_values(p, tiles, stage, acc, acc1, META)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
+    correction = gl.full([ROWS], 1.0, gl.float32, layout=ROW_LAYOUT)
+    if META.HAS_MAX_LOGIT:
+        report_max_logit(row_max, rows, h_of_rows, band.len_q, args, META)
+        if META.HAS_SINK:
+            row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
     row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
     store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
-    rescale = scaled(1.0 / row_sum_or_1, draws, META)
+    rescale = scaled(correction / row_sum_or_1, draws, META)
     acc, acc1 = wait_for_values(acc, acc1, META)
     keep_pairs(weights)
     acc, acc1 = scaled_parts(acc, acc1, rescale, META)
@@ -217,7 +242,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
                 unmasked=(),
                 descales=(),
             )
-            _compute_tile(args, buffers, received, n_tile, n_keys, CONSUMER, MODS, META)
+            _compute_tile(args, buffers, received, Counts(tiles=n_tile, key_heads=n_keys), CONSUMER, MODS, META)
             n_tile += 1
     tma.store_wait(0)
 
@@ -261,4 +286,6 @@ def _attn_fwd_few_keys_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: 
     )
 
 
-few_keys_kernel = _attn_fwd_few_keys_hopper_kernel
+def few_keys_forward(problem: Problem, outputs: Outputs, tile: HopperTile) -> None:
+    """Launches the forward of a call with at most `tile.block_n` keys."""
+    launch_forward(_attn_fwd_few_keys_hopper_kernel, problem, outputs, tile, ROWS.value, group=1, splits=1)

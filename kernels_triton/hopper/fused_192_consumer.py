@@ -87,23 +87,18 @@ def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _recomputed(index, META: gl.constexpr):
-    # Returns the index. If v has two parts, ptxas computes an address with it anew at each use, because registers are scarce.
-    if META.V1 > 0:
-        return index + opaque_zero(index)
-    else:
-        return index
+def _recomputed(index):
+    # Returns the index. ptxas computes an address with it anew, because registers are scarce if v has two parts.
+    return index + opaque_zero(index)
 
 
 @gluon.jit
-def _begin_dp(loaded: DkdvTiles, v_tile, index, half: gl.constexpr, zeros, META: gl.constexpr):
-    # Issues 64 keys of v by half of the queries of dout, transposed
-    v = loaded.v.index(v_tile).reshape([ROWS, META.V0])
-    dout = loaded.dout.index(index).reshape([META.BLOCK_M, META.V0]).slice(half * HALF, HALF, 0)
-    dp = warpgroup_mma(v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dP = V dO^T
+def _begin_dp(consumer_v, dout, loaded: DkdvTiles, v_tile, index, half: gl.constexpr, zeros, META: gl.constexpr):
+    # Issues 64 keys of v by half of the queries of dout, transposed. The first two arguments are the first parts of both.
+    dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dP = V dO^T
     if META.V1 > 0:
-        v1 = loaded.v1.index(_recomputed(v_tile, META)).reshape([ROWS, META.V1])
-        dout1 = loaded.dout1.index(_recomputed(index, META)).reshape([META.BLOCK_M, META.V1]).slice(half * HALF, HALF, 0)
+        v1 = loaded.v1.index(_recomputed(v_tile)).reshape([ROWS, META.V1])
+        dout1 = loaded.dout1.index(_recomputed(index)).reshape([META.BLOCK_M, META.V1]).slice(half * HALF, HALF, 0)
         dp = warpgroup_mma(v1, dout1.permute([1, 0]), dp, is_async=True)  # dP = V dO^T
     return dp
 
@@ -193,19 +188,23 @@ def consume_fused_192(
         current = ds_slot(m_block)
         last = ds_slot(m_block + 1)
         has_next = m_block + 1 < iterations  # whether a next iteration exists
+        consumer_v = loaded.v.index(k_slot).reshape([ROWS, V0])
         q_tile = loaded.q.first.index(index).reshape([BLOCK_M, QK0])
+        q1_tile = loaded.q.second.index(index).reshape([BLOCK_M, QK1])
         dout_tile = loaded.dout.index(index).reshape([BLOCK_M, V0])
         statistics = loaded.statistics.index(index)
         pipeline.wait_full(barriers.q_full, q_stage)
         raw_s = score_product(loaded.k, k_slot, loaded.q, index, zeros, BLOCK_M, META)  # S = K Q^T
         pipeline.wait_full(barriers.dout_full, Stage(m_block, META.STAGES_DP))
-        dp = _begin_dp(loaded, k_slot, index, 0, half_zeros, META)  # dP = V dO^T
+        dp = _begin_dp(consumer_v, dout_tile.slice(0, HALF, 0), loaded, k_slot, index, 0, half_zeros, META)  # dP = V dO^T
         raw_s = warpgroup_mma_wait(PARTS, deps=[raw_s])
         head = head_at(position, values, block, scores, META)
         s_halves = gl.split(gl.permute(raw_s.reshape([ROWS, 2, HALF]), [0, 2, 1]))
         for half in gl.static_range(2):
             q = q_tile.slice(half * HALF, HALF, 0)
-            q1 = loaded.q.second.index(_recomputed(index, META)).reshape([BLOCK_M, QK1]).slice(half * HALF, HALF, 0)
+            q1 = q1_tile.slice(half * HALF, HALF, 0)
+            if V1 > 0:
+                q1 = loaded.q.second.index(_recomputed(index)).reshape([BLOCK_M, QK1]).slice(half * HALF, HALF, 0)
             dout = dout_tile.slice(half * HALF, HALF, 0)
             columns = row + half * HALF + half_columns
             i, j = columns[None, :], rows[:, None]
@@ -216,7 +215,7 @@ def consume_fused_192(
             p16 = gl.convert_layout(p.to(DTYPE), LEFT)
             dv = warpgroup_mma(p16, dout, dv, is_async=True)  # dV += P dO
             if V1 > 0:
-                dout1 = loaded.dout1.index(_recomputed(index, META)).reshape([BLOCK_M, V1]).slice(half * HALF, HALF, 0)
+                dout1 = loaded.dout1.index(_recomputed(index)).reshape([BLOCK_M, V1]).slice(half * HALF, HALF, 0)
                 dv1 = warpgroup_mma(p16, dout1, dv1, is_async=True)  # dV += P dO
             dp = warpgroup_mma_wait(PARTS, deps=[dp])
             minus_delta = statistics.slice(BLOCK_M + half * HALF, HALF).load(COLUMNS)
@@ -231,7 +230,8 @@ def consume_fused_192(
                 wait_written(last, CONSUMER)
                 dq = _dq_product(tiles, last, True, CONSUMER, META)  # dQ = dS^T K, of the last block
                 dv, dv1, dk, dk1 = _wait_for_sums((dv, p16, dk, dk1, ds16), dv1, META)
-                dp = _begin_dp(loaded, k_slot, index, 1, half_zeros, META)  # dP = V dO^T
+                second_dout = dout_tile.slice(HALF, HALF, 0)
+                dp = _begin_dp(consumer_v, second_dout, loaded, k_slot, index, 1, half_zeros, META)  # dP = V dO^T
                 dq = warpgroup_mma_wait(PARTS, deps=[dq])
                 if m_block > 0:
                     _hand_over_dq(dq, tiles.dq, 2 * m_block - 2, CONSUMER)

@@ -211,9 +211,10 @@ def _consume_block(
         current = ds_slot(m_block)
         last = ds_slot(m_block + 1)
         dout = tiles.dout.index(index).reshape([BLOCK_M, DIM])
-        key_tile, value_tile = k_tile + zero + CONSUMER, v_tile + zero + CONSUMER
-        consumer_k = tiles.k.index(key_tile).reshape([ROWS, DIM])
-        consumer_v = tiles.v.index(value_tile).reshape([ROWS, DIM])
+        consumer_k = tiles.k.index(k_tile + zero + CONSUMER).reshape([ROWS, DIM])
+        consumer_v = tiles.v.index(v_tile + zero + CONSUMER).reshape([ROWS, DIM])
+        key_tile = k_tile + zero + CONSUMER
+        value_tile = v_tile + zero + CONSUMER
         if META.DP_FIRST:
             if not META.IS_AHEAD:
                 raw_s = _begin_scores(tiles, consumer_k, key_tile, barriers, index, phase, True, META)  # S = K Q^T
