@@ -28,6 +28,10 @@ HOPPER_SPARSE_HAS_RUN = False
 """Whether the families for lists of keys on sm_90 run without a request."""
 
 
+FITTED_HAS_RUN = False
+"""Whether `Family.fitted_tile` is used without a request."""
+
+
 def _hopper(name: str) -> ModuleType:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
     return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
@@ -71,6 +75,7 @@ class Family(Generic[Call]):
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU; if False, they run only on request
+    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile for its head dims that no GPU has run; None: there is none
 
 
 class Policy(NamedTuple):
@@ -114,11 +119,17 @@ def choose(call: Call, policy: Policy) -> Choice:
             reason = crossovers.slower(use, facts)
             why, rule = "the fastest in benchmarks of such calls", crossovers.deciding(use, facts)
         if reason is None:
-            return Choice(family, family.tile(call), why, tuple(rejected), rule)
+            return Choice(family, _tile(family, call, policy), why, tuple(rejected), rule)
         rejected.append((family.name, reason))
     portable = order[-1]
     why = "the kernels for lists of keys" if is_sparse else "the kernels for every GPU and every call"
     return Choice(portable, portable.tile(call), why, tuple(rejected))
+
+
+def _tile(family: Family[Any], call: Any, policy: Policy) -> Any:
+    is_asked = FITTED_HAS_RUN or policy.takes_what_never_ran
+    fitted = family.fitted_tile(call) if is_asked else None
+    return family.tile(call) if fitted is None else fitted
 
 
 def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str | None:
@@ -259,6 +270,7 @@ HOPPER_FORWARD = Family[Forward](
     splits=_gluon_splits,
     facts=lambda call: _hopper("conditions").forward_facts(call.problem),
     capabilities=frozenset((90,)),
+    fitted_tile=lambda call: _hopper("conditions").fitted_forward_tile(call.problem),
 )
 
 
@@ -412,6 +424,7 @@ HOPPER_FUSED = Family[Backward](
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused").fused_backward, call, tile),
     capabilities=frozenset((90,)),
+    fitted_tile=lambda call: _hopper("conditions").fitted_fused_tile(call.problem),
 )
 
 HOPPER_FUSED_192 = Family[Backward](
@@ -422,7 +435,7 @@ HOPPER_FUSED_192 = Family[Backward](
         or _hopper("conditions").fused_192_unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    tile=lambda call: _hopper("conditions").HOPPER_FUSED_192,
+    tile=lambda call: _hopper("conditions").fused_192_tile(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused_192").fused_192_backward, call, tile),
     capabilities=frozenset((90,)),
@@ -584,6 +597,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
         name=f"{family.name}, dequantized",
         unsupported=lambda call: _unsupported_in_fp8(call) or evaluate(family.unsupported, call),
         tile=lambda call: evaluate(family.tile, call),
+        fitted_tile=lambda call: evaluate(family.fitted_tile, call),
         facts=lambda call: evaluate(family.facts, call),
         rules=family.rules or family.name,
         run=run,

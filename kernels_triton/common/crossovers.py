@@ -412,9 +412,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="one_pass_modified_h200.json"),
     # --- sm_90 fused 192: 7 to 19 % less time than two kernels from 1024 tokens on an H200, and from 2048 on an H100. On an H100,
     # 1024 causal tokens take 2 % more.
-    Rule(use="sm_90 fused 192", mask=("open", "causal"),
+    Rule(use="sm_90 fused 192", head_dim=192, mask=("open", "causal"),
          tokens_from=1024, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
-    Rule(use="sm_90 fused 192", mask="windowed",
+    Rule(use="sm_90 fused 192", head_dim=192, mask="windowed",
          tokens_from=8192, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
     # --- sm_90 two-kernel: the backward in two kernels, beside the portable one. A program of dk and dv has all query heads of
     # its 128 keys, 64 at head dim 256. 16384 tokens in short sequences have little work under a causal mask, but many programs. In
