@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from flexattn.dispatch import options
+from flexattn.dispatch import options, triton_second_order
 from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.heuristics import facts_of
-from flexattn.dispatch.select import Decision, Failures, backend_module, failures_of, reasons, select
+from flexattn.dispatch.select import OWN_DROPOUT, Decision, Failures, backend_module, failures_of, reasons, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.dispatch.triton_backend import choice_of
 
@@ -31,6 +31,7 @@ class Explanation(NamedTuple):
     forward_provisional: str | None = None
     backward_provisional: str | None = None
     is_built: bool = False  # the kernels or plans were built for the answer
+    second_order: str | None = None  # what computes tangents and second derivatives; None: the call has none
 
     @property
     def is_final(self) -> bool:
@@ -59,6 +60,7 @@ class Explanation(NamedTuple):
             lines += [f"{part.direction}: {part.runs_on()}", *(f"  {line}" for line in part.details(self.failures, is_built))]
         if self.backward is None:
             lines.append("backward: not needed, no input requires a gradient")
+        lines += [] if self.second_order is None else [f"tangents and second derivatives: {self.second_order}"]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -166,7 +168,20 @@ def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Exp
         failures=failures,
         forward_provisional=_provisional(spec, x, "forward", forward),
         backward_provisional=_provisional(spec, x, "backward", backward),
+        second_order=None if x is None else _second_order(spec, x, forward),
     )
+
+
+def _second_order(spec: AttentionSpec, x: Operands, forward: Decision) -> str | None:
+    """Returns what computes tangents and second derivatives of a call, or None if it has none."""
+    if spec.fp8 is not None or spec.kv_dtype is not None or spec.is_part or x.page_table is not None:
+        return None
+    if spec.dropout and forward.backend in OWN_DROPOUT:
+        return None
+    if forward.backend != "triton":
+        return "torch operations"
+    reason = triton_second_order.unsupported(spec, x, spec.needs_bias_grad)
+    return "triton" if reason is None else f"torch operations, because {reason}"
 
 
 def directions_of(spec: AttentionSpec) -> tuple[Direction, ...]:

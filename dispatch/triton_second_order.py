@@ -27,8 +27,8 @@ HAS_RUN = False  # whether a GPU has run the kernels
 WIDEST = 256
 
 
-def unsupported(spec: AttentionSpec, x: Operands, along: Along, wanted: Sequence[bool]) -> str | None:
-    """Returns why the kernels cannot run a call, or None if they can. wanted: see `second_order.double_backward`."""
+def unsupported(spec: AttentionSpec, x: Operands, is_bias_wanted: bool) -> str | None:
+    """Returns why the kernels cannot run a call, or None if they can. is_bias_wanted: whether the bias gets a second derivative."""
     if not (HAS_RUN or triton_backend.policy_of(spec).takes_what_never_ran):
         return "no GPU has run these kernels; FLEXATTN_HOPPER=always allows them"
     if reason := triton_backend.unsupported(spec, "backward"):
@@ -39,7 +39,7 @@ def unsupported(spec: AttentionSpec, x: Operands, along: Along, wanted: Sequence
         return "the kernels derive a score_mod themselves, and this one has a derivative of its own"
     if max(spec.head_dim_qk, spec.head_dim_v) > WIDEST:
         return f"the kernels support head dims up to {WIDEST}"
-    if wanted[3] and x.bias is not None and x.bias.shape[-1] == 1:
+    if is_bias_wanted and x.bias is not None and x.bias.shape[-1] == 1:
         return "the kernels compute no derivative for a bias that all keys share"
     return None
 

@@ -32,7 +32,8 @@ FORWARD_TWICE = (
 )
 
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first
-_DENSE = tuple(Operands._fields.index(name) for name in ("q", "k", "v", "bias", "softmax_offset"))
+_DENSE_NAMES = ("q", "k", "v", "bias", "softmax_offset")
+_DENSE = tuple(map(Operands._fields.index, _DENSE_NAMES))
 
 Tensors = Sequence[Tensor | None]
 
@@ -60,9 +61,9 @@ class Call:
     def spec_of(self, x: Operands) -> AttentionSpec:
         return ops.spec_to_run(x, self.settings)
 
-    def runs_kernels(self, spec: AttentionSpec, x: Operands, along: Tensors, wanted: Sequence[bool]) -> bool:
-        """Returns whether Triton kernels compute a tangent, or the derivatives of the wanted tensors, along these tangents."""
-        if triton_second_order.unsupported(spec, x, along, wanted):
+    def runs_kernels(self, spec: AttentionSpec, x: Operands, wanted: Sequence[bool]) -> bool:
+        """Returns whether Triton kernels compute a tangent, or the derivatives of the wanted tensors."""
+        if triton_second_order.unsupported(spec, x, wanted[_DENSE_NAMES.index("bias")]):
             return False
         return ops.backend_name(spec, "forward", self.settings.backend, x) == "triton"
 
@@ -171,7 +172,7 @@ class Tangent(_WithRule):
         x = call.operands(rest)
         spec, along = call.spec_of(x), call.along(rest[call.ends[1] :])
         wanted = [False] * len(along)
-        if call.runs_kernels(spec, x, along, wanted):
+        if call.runs_kernels(spec, x, wanted):
             return triton_second_order.tangent(spec, x, lse, along, call.mod_of(spec, along, wanted))
         return second_order.tangent(spec, x, along)
 
@@ -251,7 +252,7 @@ class DoubleBackward(_WithRule):
         if x.dropout_p:
             refuse_own_dropout(spec, call.settings, x)
         along = call.along(rest[call.ends[1] :])
-        if call.runs_kernels(spec, x, along, call.wanted):
+        if call.runs_kernels(spec, x, call.wanted):
             given, mod = triton_second_order.Given(lse, dout, dlse), call.mod_of(spec, along, call.wanted)
             found = triton_second_order.double_backward(spec, x, given, along, call.wanted, mod)
         else:

@@ -112,7 +112,10 @@ def all_tiles(blocks):
 
 
 class TileRange(NamedTuple):
-    """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`."""
+    """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`.
+
+    Without a block mask, `listed` is not used. It is no None, because functions of Triton 3.6 return none in a tuple.
+    """
 
     begin: tl.tensor
     end: tl.tensor

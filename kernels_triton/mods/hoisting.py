@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 # Prefixes of inputs that stand for a value of a head, or for an entry of a table; a number follows. No capture has such a name
 HEAD, DIAGONAL = "head:", "diagonal:"
 DISTANCE = "distance:"  # q_idx - kv_idx, as the input of a tabulated value
-VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
+VARYING = {"score", "dscore", "tscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
 _POSITIONS = {"q_idx", "kv_idx"}
 # A table entry costs a score one load; these operations cost as much or more.
 _EXPENSIVE = frozenset(
@@ -100,7 +100,7 @@ def _along_diagonals(graph: Graph) -> dict[Node, int | None]:
     along: dict[Node, int | None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            along[node] = None if node.target in ("score", "dscore") else int(node.target in _POSITIONS)
+            along[node] = None if node.target in ("score", "dscore", "tscore") else int(node.target in _POSITIONS)
             continue
         inputs = [along[x] for x in node.all_input_nodes]
         along[node] = 0 if all(n == 0 for n in inputs) else None

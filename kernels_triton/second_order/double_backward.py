@@ -226,7 +226,8 @@ def _of_keys(pid, args, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.conste
     hv1 = hv0
     if V1 > 0:
         hv1 = tl.zeros([BLOCK_N, V1], tl.float32)
-    for h in range(h_kv * inputs.group_size, (h_kv + 1) * inputs.group_size):
+    for head_of_group in range(inputs.group_size):
+        h = h_kv * inputs.group_size + head_of_group
         head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
         tiles = queries_of_block(args.lists_q, head, n, inputs, META)
         for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_M):

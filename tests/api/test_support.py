@@ -458,6 +458,46 @@ def test_backward(row: Row, backend: str, device: str) -> None:
         assert all(torch.equal(b, a) for a, b in zip(gradients[:-1], again[:-1], strict=True))
 
 
+def gradients_of(call: dict[str, Any], dout: Tensor) -> Any:
+    """Returns a function from q, k and v to their gradients, in which it can be differentiated."""
+
+    def gradients(*qkv: Tensor) -> Any:
+        def loss(*qkv: Tensor) -> Tensor:
+            names = dict(zip("qkv", qkv, strict=True))
+            return (flexattn.attention(**call | names) * dout).sum()  # type: ignore[no-any-return]
+
+        return torch.func.grad(loss, (0, 1, 2))(*qkv)
+
+    return gradients
+
+
+DERIVATIVES = ("forward mode", "second derivatives")
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives(derivative: str, backend: str, device: str) -> None:
+    case = make_case(row_for(backend, ROWS["Masks"]["padding_causal"]), device)
+    call = {**case.arguments, "backend": backend, "return_lse": False, "return_max_logit": False}
+    qkv = tuple(call[name].detach().nan_to_num(0.0) for name in "qkv")
+    found = []
+    for dtype, name in ((qkv[0].dtype, backend), (torch.float64, "eager")):
+        own = call | {"backend": name}
+        tensors = tuple(t.to(dtype) for t in qkv)
+        run = gradients_of(own, case.dout.nan_to_num(0.0).to(dtype))
+        if derivative == "forward mode":
+            run = lambda q, k, v, own=own: flexattn.attention(**own | {"q": q, "k": k, "v": v})  # noqa: E731
+        found.append(torch.func.jvp(run, tensors, tensors)[1])
+    atol = 1e-4 if qkv[0].dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(*found, rtol=atol, atol=atol, check_dtype=False)
+
+
+def test_the_page_lists_the_derivatives() -> None:
+    page = PAGE.read_text("utf-8").partition("## Derivatives\n")[2].partition("\n## ")[0]
+    rows = [tuple(cell.strip() for cell in line.split("|")) for line in re.findall(r"^\|(.*)\|$", page, re.M)]
+    assert rows[0] == ("derivative", *BACKENDS)
+    assert rows[2:] == [(name, "yes", "yes", "yes") for name in DERIVATIVES]
+
+
 def test_cudnn_asked_for_on_another_device_says_so(device: str) -> None:
     if (reason := no_cudnn_here()) is None:
         pytest.skip("cudnn runs here, so every row has its own answer above")

@@ -113,6 +113,10 @@ class Call:
     def dlse(self) -> Tensor | None:
         return self.tensors["dlse"] if "lse" in self.config.loss else None
 
+    @property
+    def generator(self) -> torch.Generator:
+        return self._generator
+
     def is_changed(self) -> Tensor:
         """bool []: whether memory of the inputs is another than `refill` left it."""
         return self._block.is_changed()

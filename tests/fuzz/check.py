@@ -18,6 +18,7 @@ from tests.fuzz.config import HALF, Config, Where, draw_config, varied
 from tests.fuzz.delta import ADDED_AT_ONCE, delta_errors, is_cut, row_of_out
 from tests.fuzz.modes import attend
 from tests.fuzz.oracle import Problem, Result, exact, plain
+from tests.fuzz.second import compare_second
 from tests.support.guarded_memory import Allocations
 
 FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # multiples of plain torch's error in the same dtype, like those of flexattn.testing
@@ -223,6 +224,8 @@ def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
     verdicts.never("memory beside an output was written", allocations.are_damaged())
     if is_judged:
         judge(verdicts, "third call, with other values", call, third)
+    if config.is_second_order:
+        compare_second(verdicts, call)
     return verdicts.failures()
 
 
@@ -243,6 +246,10 @@ def settings(config: Config) -> Iterator[None]:
     """Sets the options of a configuration that are not arguments of the call."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, FLEXATTN_HOPPER=config.hopper))
+        if config.is_second_order and config.where.backend == "triton":
+            from flexattn.dispatch import triton_second_order
+
+            stack.enter_context(mock.patch.object(triton_second_order, "HAS_RUN", True))
         if config.where.backend == "eager" and config.has_small_blocks:
             from flexattn.dispatch import eager_backend
 

@@ -17,7 +17,7 @@ EXTREMES = (-1e4, -3e4, -1e5, -1e8, -1e9, -1e10, -1e12, -1e15, -1e30, -0.7 * tor
 WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100, -1, -9), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
 # Features that a run can leave out, to look for other defects.
 FURTHEST_FOR_A_MOD = -1e30  # a score_mod may multiply it by the numbers drawn here: inf - inf is NaN in plain torch too
-FEATURES = ("extreme", "offset", "any order", "huge", "empty", "fp8", "sharing", "modes")
+FEATURES = ("extreme", "offset", "any order", "huge", "empty", "fp8", "sharing", "modes", "second order")
 # Shapes of a descale of keys or values in FP8.
 DESCALES = ("none", "one", "heads", "one head", "sequences and heads", "sequences", "blocks", "tokens")
 # Tensors in FP8: only k and v, without a rounding; all three; or all three, quantised by a recipe.
@@ -111,6 +111,7 @@ class Config(NamedTuple):
     listed: int = 0  # keys that a list names for each query; 0: no lists
     has_lists_of_heads: bool = False  # whether each key head has lists of its own
     shares_bias: bool = False  # whether pairs of batch entries share an entry of the bias; the batch is then BATCH_OF_PAIRS
+    is_second_order: bool = False  # whether its tangents and second derivatives are compared too
     # Each call draws these fields again (`varied`):
     packing: str = ""  # one of PACKINGS_OF_CALLS, if the shapes allow it: strides of tensors that share memory
     as_views: bool = False  # then they are views of one tensor to autograd, else tensors of their own
@@ -231,12 +232,18 @@ def draw_config(seed: int, where: Where) -> Config:
     config = config._replace(wants=frozenset()) if config.page_size else config
     config = config._replace(gives_out=Random(f"{seed} in memory").random() < 0.3)
     if (rng := Random(f"{seed} with lists of keys")).random() < 0.08:
-        return _with_lists(config, rng)
+        return _with_second_order(_with_lists(config, rng), Random(f"{seed} of second order"))
     if config.bias_type in ("pre_scale_bias", "post_scale_bias") and not is_long and Random(f"{seed} of pairs").random() < 0.25:
         config = config._replace(shares_bias=True, batch=BATCH_OF_PAIRS)
-    if "fp8" in where.without:
-        return config
-    return _with_rare_backward(_with_fp8(config, Random(f"{seed} in FP8")), Random(f"{seed} with a rare backward"))
+    if "fp8" not in where.without:
+        config = _with_rare_backward(_with_fp8(config, Random(f"{seed} in FP8")), Random(f"{seed} with a rare backward"))
+    return _with_second_order(config, Random(f"{seed} of second order"))
+
+
+def _with_second_order(config: Config, rng: Random) -> Config:
+    """Returns the configuration, and now and then one whose tangents and second derivatives are compared too."""
+    can = config.kind == "ordinary" and not (config.fp8 or config.page_size or config.extreme or max(config.longest) > 1000)
+    return config._replace(is_second_order=can and rng.random() < 0.2 and "second order" not in config.where.without)
 
 
 def _with_lists(config: Config, rng: Random) -> Config:

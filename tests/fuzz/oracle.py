@@ -99,6 +99,54 @@ def plain(problem: Problem, tensors: dict[str, Tensor], dout: Tensor | None, dls
     return _results(problem, tensors, dout, dlse, wanted, torch.float32, rounding)
 
 
+class Twice(NamedTuple):
+    """Tangents of out and lse, and derivatives of <along, gradients> for the tensors, by name."""
+
+    found: dict[str, Tensor]
+    size: Tensor  # the largest of the scores' gradients and tangents, and of products of both
+
+
+def twice(
+    problem: Problem,
+    tensors: dict[str, Tensor],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    along: dict[str, Tensor],
+    is_exact: bool,
+) -> Twice:
+    """Returns derivatives along tangents of the tensors, in float64 or as `plain` computes. The double backward of autograd."""
+    own = tensors["q"].dtype
+    dtype = torch.float64 if is_exact else torch.float32 if own in (torch.float16, torch.bfloat16) else own
+    rounding: Rounding = (lambda x: x.to(own).float()) if not is_exact and dtype is not own else lambda x: x
+    leaves = {name: t.detach().to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    leaves = {name: t.clone().requires_grad_() if name in along else t for name, t in leaves.items()}
+    result, scores, is_real = _attend(problem, leaves, dtype, rounding)
+    shape = tensors["q"].shape
+    seeds = []
+    for output, seed, as_output in ((result.out, dout, _to_format), (result.lse, dlse, _to_lse_format)):
+        zeros = torch.zeros_like(output)
+        given = zeros if seed is None else torch.where(as_output(is_real, problem.q, shape), seed.to(dtype), 0.0)
+        seeds.append(given.detach().requires_grad_())
+    sources, tangents = [leaves[name] for name in along], [t.to(dtype).nan_to_num(0.0) for t in along.values()]
+    outputs = [(t, seed) for t, seed in zip((result.out, result.lse), seeds, strict=True) if t.requires_grad]
+    names, every = ("out", "lse", *along), [*seeds, *sources]
+    found: Sequence[Tensor] = [torch.zeros_like(t) for t in every]
+    size = torch.zeros((), dtype=torch.float64, device=scores.device)
+    if outputs:
+        results, given_seeds = ([pair[i] for pair in outputs] for i in (0, 1))
+        wanted = [*sources, *([scores] if scores.requires_grad else [])]
+        gradients = torch.autograd.grad(results, wanted, given_seeds, create_graph=True, allow_unused=True, materialize_grads=True)
+        pairs = [(g, t) for g, t in zip(gradients, tangents, strict=False) if g.requires_grad]
+        if pairs:
+            more = [scores] if scores.requires_grad else []
+            found = torch.autograd.grad(
+                [g for g, _ in pairs], [*every, *more], [t for _, t in pairs], allow_unused=True, materialize_grads=True
+            )
+        sizes = [t.detach().abs().amax().double() for t in (*found, *gradients[len(sources) :]) if t.numel()]
+        size = torch.stack([*sizes, size]).amax()
+    return Twice({name: t.detach() for name, t in zip(names, found, strict=False)}, size)
+
+
 def _results(
     problem: Problem,
     tensors: dict[str, Tensor],

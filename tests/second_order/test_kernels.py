@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flexattn
 from flexattn import attention, create_block_mask
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import second_order, triton_second_order
@@ -45,7 +46,7 @@ def scaled_by(table: Tensor, slope: float = 0.5) -> Callable[..., Tensor]:
 
 
 def shifted_by(table: Tensor) -> Callable[..., Tensor]:
-    return lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx]
+    return lambda score, b, h, q_idx, kv_idx: 1.5 * score + table[h, kv_idx]
 
 
 DENSE: dict[str, Any] = {"lengths_q": [19, 19], "lengths_kv": [37, 37]}
@@ -198,11 +199,10 @@ def test_attention_takes_them(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_other_calls_take_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, x, along, _, _ = make("window, softcap, bias", torch.float32)
-    wanted = [True, True, True, True, False]
+    spec, x, _, _, _ = make("window, softcap, bias", torch.float32)
 
     def reason(spec: AttentionSpec, x: Operands = x) -> str | None:
-        return triton_second_order.unsupported(spec, x, along, wanted)
+        return triton_second_order.unsupported(spec, x, True)
 
     assert "no GPU has run" in str(reason(spec))
     monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
@@ -212,6 +212,20 @@ def test_other_calls_take_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kv_indices" in str(reason(spec._replace(kv_lists=True)))
     assert "up to 256" in str(reason(spec._replace(head_dim_v=264)))
     assert "float64" in str(reason(spec._replace(dtype=torch.float64)))
+
+
+def test_explain_names_the_kernels_of_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = randn(1, 16, 2, 16).bfloat16()
+
+    def told(**options: Any) -> str:
+        details = str(flexattn.explain(q, q, q, **options).details)
+        return details.partition("tangents and second derivatives: ")[2].partition("\n")[0]
+
+    assert told(backend="eager") == "torch operations"
+    assert told(backend="triton").startswith("torch operations, because no GPU has run these kernels")
+    monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
+    assert told(backend="triton") == "triton"
+    assert told(backend="eager", fp8_recipe=flexattn.fp8.Recipe()) == ""
 
 
 @pytest.mark.exhaustive

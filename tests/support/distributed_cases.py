@@ -78,6 +78,24 @@ def sharded() -> None:
                 torch.testing.assert_close(got, want, msg=lambda text, at=(name, kind): f"{at}: {text}")
     refused(mesh)
     dropped(mesh)
+    penalized(mesh)
+
+
+def penalized(mesh: Any) -> None:
+    """The gradients of a gradient penalty equal those of one process; ranks that share a sequence have none."""
+
+    def penalty(leaves: list[Tensor], **call: Any) -> Any:
+        loss = flexattn.attention(*leaves, attn_mask_type="causal", **call).pow(3).sum()
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves)
+
+    wanted = penalty([t.requires_grad_() for t in qkv()])
+    for placement in (Replicate(), Shard(0), Shard(2)):
+        found = penalty([distribute_tensor(t, mesh, [placement]).requires_grad_() for t in qkv()])
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+    with pytest.raises(RuntimeError, match="over ranks"):
+        penalty([distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in qkv()])
 
 
 def dropped(mesh: Any) -> None:
