@@ -13,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch.neutral import neutral_state
-from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, Results, as_bshd, empty_outputs
+from flexattn.dispatch.spec import AttentionSpec, Flat, Gradients, Operands, Results, as_bshd, empty_outputs
 
 # In fp32, weights recomputed from an lse of this size have a relative error of 4e-6. If an lse is larger, the eager backend
 # computes the weights without it.
@@ -153,7 +152,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 class KeptForward:
     """The forward of a cached call that `takes` accepts, with its shapes analysed once. It is used as a `Recording`."""
 
-    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Flat], Flat]) -> None:
         """otherwise: computes the results from the same tensors if the operator cannot."""
         self.otherwise = otherwise
         is_causal = _causal(spec, x)
@@ -170,7 +169,7 @@ class KeptForward:
     def with_numbers(self, numbers: Sequence[float]) -> None:
         """Returns None: torch's operator gets the call's numbers as arguments, so each call needs its own."""
 
-    def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
+    def replay(self, tensors: Flat, addresses: Sequence[int]) -> Flat:
         """Returns out, lse and None for max_logit. tensors: q, k, v, then only None."""
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
         bhsd, lse = _forward_op(*qkv, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale)
@@ -182,7 +181,7 @@ class KeptForward:
 class KeptBackward(KeptForward):
     """The backward of such a call."""
 
-    def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
+    def replay(self, tensors: Flat, addresses: Sequence[int]) -> Flat:
         """Returns the gradients of q, k and v, and None twice. tensors: the forward's, then out, lse, dout and None."""
         *_, out, lse, dout, _dlse = tensors
         if not lse.abs().amax().item() <= LARGEST_LSE:

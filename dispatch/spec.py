@@ -213,6 +213,7 @@ class Fp8(NamedTuple):
 # The number of tensors that share a buffer, and the dim that separates them.
 PACKINGS = {"3hd": (3, -3), "h3d": (3, -2), "hd_2hd": (2, -3), "hd_h2d": (2, -2)}
 # dq, dk and dv as they are stored. If some share a buffer, it takes the place of the first of them, and the others are None.
+Flat = Sequence[Any]  # tensors of a call in one list, with None for those that it does not have
 Stored = tuple[Tensor, Any, Any]
 
 

@@ -24,7 +24,7 @@ from flexattn import compat, ops
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.neutral import is_ordinary
 from flexattn.dispatch.select import Backend, select
-from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, batch_size, dqkv_of
+from flexattn.dispatch.spec import AttentionSpec, Flat, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import second_order
 from flexattn.likeness import PLAIN, Likeness, likeness_of, low_bits, same_tensors
 from flexattn.validation import check_floor, extent, is_shared, refuse_shared
@@ -84,7 +84,7 @@ class Layout:
         tensors += given[len(TENSOR_FIELDS) : key.num_arguments]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
 
-    def check_out(self, tensors: Sequence[Any], addresses: Sequence[int], place: int) -> None:
+    def check_out(self, tensors: Flat, addresses: Sequence[int], place: int) -> None:
         """Raises for an out in the memory of another input, which no key has, and tells autograd that out is written."""
         self.extents = self.extents or tuple(map(extent, tensors))
         begin, size = addresses[place], self.extents[place]
@@ -158,9 +158,9 @@ class Runs:
         self,
         tensors: Sequence[Tensor | None],
         addresses: Sequence[int],
-        compute: Callable[[Sequence[Any]], Sequence[Any]],
-        record: Callable[[Sequence[Any]], tuple[Sequence[Any], Replay | None]],
-    ) -> Sequence[Any]:
+        compute: Callable[[Flat], Flat],
+        record: Callable[[Flat], tuple[Flat, Replay | None]],
+    ) -> Flat:
         """Returns the flat results for these tensors. record: like `compute`, also returns what replays it, or None."""
         recording = self.recording
         if recording is not None and recording.can_replay():
@@ -302,7 +302,7 @@ class CachedCall(KeptCall):
         fields |= {"mod_tensors": mod_tensors[: layout.num_mods], "block_mask": mod_tensors[layout.num_mods :]}
         return self.template._replace(**fields)
 
-    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
+    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Flat:
         """Returns out, lse, max_logit, and then the results of FP8's part."""
         if is_profiled():  # a profiler sees the call as an operator
             with record_function("flexattn::attention_forward"):
@@ -317,7 +317,7 @@ class CachedCall(KeptCall):
 
         return record_forward(self, tensors)
 
-    def compute_forward(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+    def compute_forward(self, tensors: Sequence[Tensor | None]) -> Flat:
         """Returns the results of `forward`, computed step by step."""
         return self.results(tensors, functools.partial(ops.run_forward, self.spec, self.settings.backend))
 
@@ -369,7 +369,7 @@ class CachedCall(KeptCall):
 
         return record_backward(self, inputs)
 
-    def compute_backward(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def compute_backward(self, inputs: Flat) -> Flat:
         """Returns the flat gradients of `backward`, computed step by step."""
         spec, backend, incoming = self.backward_spec(inputs), self.settings.backend, ops.Incoming(*inputs[-4:])
         attend = lambda x, dout: ops.run_backward(spec, backend, x, incoming._replace(dout=dout))  # noqa: E731
@@ -379,16 +379,14 @@ class CachedCall(KeptCall):
         """Returns the spec of a backward; inputs: its own."""
         return self.spec.for_backward()._replace(needs_lse_grad=inputs[-1] is not None)
 
-    def backward_backend(self, inputs: Sequence[Any], spec: AttentionSpec) -> Backend:
+    def backward_backend(self, inputs: Flat, spec: AttentionSpec) -> Backend:
         """Returns the backend that runs the backward."""
         x = self.operands(inputs)
         if self.fp8 is not None:
             x = self.fp8.backward_as_run(x, inputs[self.layout.num_inputs : -4], inputs[-2])
         return ops.backend_of(spec, "backward", self.settings.backend, x)
 
-    def gradients(
-        self, inputs: Sequence[Any], attend: Callable[[Operands, Tensor], Gradients], by_operators: bool = False
-    ) -> Gradients:
+    def gradients(self, inputs: Flat, attend: Callable[[Operands, Tensor], Gradients], by_operators: bool = False) -> Gradients:
         """Returns the gradients of `backward`, from `attend` on the operands and the dout that a backend takes."""
         x, dout = self.operands(inputs), inputs[-2]
         if self.fp8 is None:
@@ -398,7 +396,7 @@ class CachedCall(KeptCall):
         passes = OPERATORS if by_operators else FUNCTIONS
         return self.fp8.backward(x, inputs[self.layout.num_inputs : -4], dout, passes, attend)
 
-    def _as_gradients(self, flat: Sequence[Any]) -> Gradients:
+    def _as_gradients(self, flat: Flat) -> Gradients:
         """Returns the gradients with dq, dk and dv apart."""
         dq, dk, dv, dbias, doffset, *dmod_tensors = flat
         gradients = Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
@@ -407,7 +405,7 @@ class CachedCall(KeptCall):
         dq, dk, dv = dqkv_of(self.spec, gradients)
         return gradients._replace(dq=dq, dk=dk, dv=dv)
 
-    def _operator_gradients(self, inputs: Sequence[Any]) -> Gradients:
+    def _operator_gradients(self, inputs: Flat) -> Gradients:
         """Returns the gradients by the operators, for modes and traces to see."""
         incoming, settings = ops.Incoming(*inputs[-4:]), ops.settings_of_backward(self.settings)
 
@@ -417,7 +415,7 @@ class CachedCall(KeptCall):
         return self.gradients(inputs, attend, by_operators=True)
 
     def leaf_gradients(
-        self, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None, history: Tensor | None
+        self, saved: Flat, dout: Tensor | None, dlse: Tensor | None, history: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of a Function's arguments, the leaves behind the first. history: dout's, of delayed scaling."""
         out, lse, *tensors = saved
@@ -459,7 +457,7 @@ def _backward_key(state: Hashable, inputs: Sequence[Tensor | None]) -> tuple[Has
 
 def _with_derivatives(
     ctx: Any,
-    saved: Sequence[Any],
+    saved: Flat,
     gradients: Sequence[Tensor | None],
     dout: Tensor | None,
     dlse: Tensor | None = None,

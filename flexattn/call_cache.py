@@ -64,6 +64,7 @@ class CallKey(NamedTuple):
 
 
 Values = list[Any]
+Mods = tuple[Any, Any, Any, Any]  # score_mod, mask_mod, score_mod_tensors and block_mask
 
 
 class Split:
@@ -97,7 +98,7 @@ class Split:
         self.mods = None if given.isdisjoint(mods) else pick(*mods)
         self.fp8 = None if given.isdisjoint(fp8) else pick(*fp8)
 
-    def parts(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
+    def parts(self, values: Values) -> tuple[Any, Any, Any, Mods | None] | None:
         """Returns the arguments of `call_cache.look_up`; None if the state of an FP8 call has no key."""
         tensors, others = self.tensors(values), self.others(values)
         if self.fp8 is not None:
@@ -112,9 +113,9 @@ class Split:
                 others += (recipe, state is None or state.recipe is recipe or state.recipe)
         return tensors, others, self.window(values), self.mods_of(values)
 
-    def mods_of(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
+    def mods_of(self, values: Values) -> Mods | None:
         """Returns score_mod, mask_mod, score_mod_tensors and block_mask; None if all have their defaults."""
-        mods: Any = None if self.mods is None else self.mods(values)
+        mods: Mods | None = None if self.mods is None else self.mods(values)
         is_plain = mods is None or (mods[0] is mods[1] is mods[3] is None and mods[2] is NO_TENSORS)
         return None if is_plain else mods
 
@@ -207,7 +208,7 @@ def _forget_recent() -> None:
 
 
 def look_up(
-    tensors: tuple[Tensor | None, ...], others: tuple[object, ...], window_size: Any, mods: tuple[Any, Any, Any, Any] | None
+    tensors: tuple[Tensor | None, ...], others: tuple[object, ...], window_size: Any, mods: Mods | None
 ) -> tuple[CallKey | None, KeptCall | None]:
     """Returns the key of a call, or None if it has none, and the call that was kept with it, if any.
 

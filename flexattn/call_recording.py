@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flexattn import ops
 from flexattn.dispatch import cpu_attention, replay, triton_backend
 from flexattn.dispatch.select import Backend, RuntimeFailure, backend_module
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients
+from flexattn.dispatch.spec import AttentionSpec, Direction, Flat, Gradients
 
 if TYPE_CHECKING:
     from flexattn.cached_call import CachedCall, Replay
 
 
-def record_forward(call: CachedCall, tensors: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:
+def record_forward(call: CachedCall, tensors: Flat) -> tuple[Flat, Replay | None]:
     """Returns the results of a forward, and its recording or None if there is none. tensors: of `CachedCall.forward`."""
     if _is_torchs(call, tensors, call.spec, "forward"):
         kept = cpu_attention.KeptForward(call.spec, call.operands(tensors), call.compute_forward)
@@ -28,7 +28,7 @@ def record_forward(call: CachedCall, tensors: Sequence[Any]) -> tuple[Sequence[A
     return found or (call.compute_forward(tensors), None)
 
 
-def record_backward(call: CachedCall, inputs: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:
+def record_backward(call: CachedCall, inputs: Flat) -> tuple[Flat, Replay | None]:
     """Returns the flat gradients of a backward, and its recording or None if there is none. inputs: of `CachedCall.backward`."""
     spec = call.backward_spec(inputs)
     out, lse, _, dlse = inputs[-4:]
@@ -45,7 +45,7 @@ def record_backward(call: CachedCall, inputs: Sequence[Any]) -> tuple[Sequence[A
 
 
 def _record(
-    call: CachedCall, backend: Backend, run: Callable[[], Any], how: tuple[Sequence[Any], Any, Backend | None]
+    call: CachedCall, backend: Backend, run: Callable[[], Any], how: tuple[Flat, Any, Backend | None]
 ) -> tuple[Any, replay.Recording | None] | None:
     """Returns a result and its recording like `replay.record`, or None if the backend cannot be recorded, or fails.
 
@@ -65,7 +65,7 @@ def _beside(call: CachedCall, backend: Backend) -> Backend | None:
     return None if call.fp8 is None else call.fp8.quantizer_beside(backend)
 
 
-def _is_torchs(call: CachedCall, tensors: Sequence[Any], spec: AttentionSpec, direction: Direction) -> bool:
+def _is_torchs(call: CachedCall, tensors: Flat, spec: AttentionSpec, direction: Direction) -> bool:
     """Returns whether torch's own operator for CPUs computes the call in a direction."""
     if call.layout.device.type != "cpu" or call.fp8 is not None:
         return False

@@ -17,7 +17,7 @@ from flexattn.cached_call import CachedCall
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.select import backend_module
-from flexattn.dispatch.spec import Gradients
+from flexattn.dispatch.spec import Flat, Gradients
 
 SHARE = 0.01  # share of replays that are compared
 # Kernels may add in any order. Their sums may differ by one rounding of a number, and by this share of the tensor's largest number,
@@ -35,7 +35,7 @@ class CheckedCall(CachedCall):
 
     is_checked = True
 
-    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
+    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Flat:
         """Runs the call as a `CachedCall` does. Raises ValueError for wrong values and RuntimeError for a wrong replay."""
         x = self.operands(tensors)
         ops.check_operands(self.spec, x)
@@ -48,7 +48,7 @@ class CheckedCall(CachedCall):
             self._compare("forward", (*results, *tensors[self.layout.num_inputs :]), again, self.compute_forward, is_exact)
         return results
 
-    def backward(self, inputs: Sequence[Any]) -> Gradients:
+    def backward(self, inputs: Flat) -> Gradients:
         """Does what a `CachedCall` does, and raises ValueError for large logits and RuntimeError for a wrong replay."""
         again = self._drawn(inputs) if self._has_recorded_backward() else None
         spec = self.backward_spec(inputs)
@@ -57,7 +57,7 @@ class CheckedCall(CachedCall):
             ops.check_logits(spec, self.backward_backend(inputs, spec), self.operands(inputs), inputs[-3], "backward")
         if again is not None:
 
-            def run(x: Sequence[Tensor | None]) -> Sequence[Any]:
+            def run(x: Sequence[Tensor | None]) -> Flat:
                 return self._as_gradients(self.compute_backward(x)).flat()
 
             self._compare("backward", (*gradients.flat(), *inputs[self.layout.num_inputs :]), again, run, False)
@@ -76,9 +76,9 @@ class CheckedCall(CachedCall):
     def _compare(
         self,
         direction: str,
-        replayed: Sequence[Any],
+        replayed: Flat,
         again: list[tuple[Any, ...]],
-        run: Callable[[Sequence[Any]], Sequence[Any]],
+        run: Callable[[Flat], Flat],
         is_exact: bool,
     ) -> None:
         """Raises RuntimeError if a replay's results, or the buffers behind its operands, differ from unrecorded runs."""

@@ -72,7 +72,7 @@ def _run(tensors: list[Unquantized], dtype: torch.dtype, kind: _Kind) -> tuple[l
     return run(tensors, dtype, kind.granularity, kind.block_rows, kind.margin)
 
 
-def quantize_implementation(
+def _unquantized(
     x: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_padded: Tensor | None,
@@ -82,9 +82,16 @@ def quantize_implementation(
     fmt: str,
     dtype: str,
     *kind: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    unquantized = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, _Kind(*kind).rotation, history)
-    (data,), (descale,), amax = _run([unquantized], ops.dtype_of(dtype), _Kind(*kind))
+) -> tuple[Unquantized, torch.dtype, _Kind]:
+    """Takes the arguments of the operator `quantize`, in the order of its schema."""
+    rotation = _Kind(*kind).rotation
+    unquantized = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, rotation, history)
+    return unquantized, ops.dtype_of(dtype), _Kind(*kind)
+
+
+def quantize_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    unquantized, dtype, kind = _unquantized(*call)
+    (data,), (descale,), amax = _run([unquantized], dtype, kind)
     return data, descale, amax.view(descale.shape)
 
 
@@ -139,19 +146,8 @@ def _empty(t: Unquantized, dtype: torch.dtype, kind: _Kind) -> tuple[Tensor, Ten
     return t.x.new_empty(t.x.shape, dtype=dtype), t.x.new_empty(sizes, dtype=torch.float32)
 
 
-def quantize_fake(
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    max_seqlen: int,
-    scale: Tensor | None,
-    history: Tensor | None,
-    fmt: str,
-    dtype: str,
-    *kind: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    unquantized = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
-    data, descale = _empty(unquantized, ops.dtype_of(dtype), _Kind(*kind))
+def quantize_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    data, descale = _empty(*_unquantized(*call))
     return data, descale, torch.empty_like(descale)
 
 

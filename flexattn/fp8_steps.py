@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import fp8, fp8_ops, ops, validation
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.select import Backend
-from flexattn.dispatch.spec import Gradients, Operands
+from flexattn.dispatch.spec import Flat, Gradients, Operands
 from flexattn.fp8_ops import Delayed, Passes, QuantizeConfig
 
 _DESCALES = 3  # descales of q, k and v, before a state's tensors
@@ -55,7 +55,7 @@ class Fp8Steps:
             return out, lse, max_logit, x.q, x.k, x.v, *x.descales
         return out, lse, max_logit
 
-    def outputs(self, results: Sequence[Any]) -> tuple[Any, Tensor, Tensor | None]:
+    def outputs(self, results: Flat) -> tuple[Any, Tensor, Tensor | None]:
         """Returns out, lse and max_logit from the results of `forward`. If out is in FP8, it is a QuantizedTensor."""
         out, lse, max_logit, *more = results
         if self.quantizes_out:
@@ -65,7 +65,7 @@ class Fp8Steps:
         return out, lse, max_logit
 
     def backward(
-        self, x: Operands, more: Sequence[Any], dout: Tensor, passes: Passes, attend: Callable[[Operands, Tensor], Gradients]
+        self, x: Operands, more: Flat, dout: Tensor, passes: Passes, attend: Callable[[Operands, Tensor], Gradients]
     ) -> Gradients:
         """Returns the gradients of operands that `saved_places` saved."""
         if not self.has_backward or self.config is None:
@@ -101,7 +101,7 @@ class Fp8Steps:
         planned = fp8_ops.planned(x, self.settings, self.config)
         return planned._replace(descales=planned.descales[:_DESCALES])
 
-    def backward_as_run(self, x: Operands, more: Sequence[Any], dout: Tensor) -> Operands:
+    def backward_as_run(self, x: Operands, more: Flat, dout: Tensor) -> Operands:
         """Returns operands like those of the backward's backend. The value of dout's descale is missing."""
         if not self.has_backward or self.config is None:
             return x
@@ -131,7 +131,7 @@ class BackwardSteps(Fp8Steps):
     def __init__(self, settings: ops.Settings, device: torch.device) -> None:
         super().__init__(None, None, settings, device)
 
-    def operands(self, x: Operands, more: Sequence[Any]) -> Operands:
+    def operands(self, x: Operands, more: Flat) -> Operands:
         """Returns operands in the form that a backend takes."""
         *given, descale_dout, dout16 = more
         descales = [validation.as_scales(t, self.device) for t in given]

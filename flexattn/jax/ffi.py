@@ -23,13 +23,13 @@ Platform = Literal["cpu", "cuda"]
 Run = Callable[[bytes, list[Tensor]], Sequence[Tensor]]
 
 
-def _struct(**fields: object) -> Any:
+def _struct(**fields: object) -> type[c.Structure]:
     """Returns a C struct. Its fields have the names and order of c_api.h; unused fields are untyped pointers."""
     return type("Struct", (c.Structure,), {"_fields_": [*fields.items()]})
 
 
-_SIZE: Any = {"struct_size": c.c_size_t}
-_HEAD: Any = _SIZE | {"extension": c.c_void_p}
+_SIZE: dict[str, object] = {"struct_size": c.c_size_t}
+_HEAD = _SIZE | {"extension": c.c_void_p}
 _POINTERS, _CONTEXT = c.POINTER(c.c_void_p), {"context": c.c_void_p}
 _Buffers = _struct(**_HEAD, size=c.c_int64, types=c.c_void_p, items=_POINTERS)
 _Attributes = _struct(**_HEAD, size=c.c_int64, types=c.c_void_p, names=_POINTERS, items=_POINTERS)
@@ -118,7 +118,7 @@ def handler(run: Run, platform: Platform) -> Any:
     return c.CFUNCTYPE(c.c_void_p, c.POINTER(_Frame))(handle)
 
 
-def _answers_metadata(frame: Any) -> bool:
+def _answers_metadata(frame: c.Structure) -> bool:
     """Answers a metadata query about the handler; returns False if the frame is a call."""
     if not frame.extension:
         return False
@@ -131,7 +131,7 @@ def _answers_metadata(frame: Any) -> bool:
     return True
 
 
-def _api(frame: Any) -> Any:
+def _api(frame: c.Structure) -> c.Structure:
     return c.cast(frame.api, c.POINTER(_Api)).contents
 
 
@@ -154,7 +154,7 @@ def _keep_thread() -> None:
 
 
 @contextlib.contextmanager
-def _on_cuda(frame: object) -> Iterator[torch.device]:
+def _on_cuda(frame: c.Structure) -> Iterator[torch.device]:
     """Makes XLA's stream torch's current stream, and yields the device."""
     device = torch.device("cuda", _query(frame, "ordinal_get", _Ordinal))
     stream = torch.cuda.ExternalStream(_query(frame, "stream_get", _Stream) or 0, device)  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ def _on_cuda(frame: object) -> Iterator[torch.device]:
         yield device
 
 
-def _query(frame: Any, name: str, kind: Any) -> Any:
+def _query(frame: c.Structure, name: str, kind: type[c.Structure]) -> Any:
     """Returns the result of an XLA API function about the frame's context; kind: the function's struct."""
     api = _api(frame)
     if api.struct_size < getattr(_Api, name).offset + c.sizeof(c.c_void_p):
@@ -206,11 +206,11 @@ def _tensor(address: int, device: torch.device) -> Tensor:
     return raw.view(dtype).view(shape)
 
 
-def _tensors(buffers: Any, device: torch.device) -> list[Tensor]:
+def _tensors(buffers: c.Structure, device: torch.device) -> list[Tensor]:
     return [_tensor(buffers.items[i], device) for i in range(buffers.size)]
 
 
-def _text(attributes: Any) -> bytes:
+def _text(attributes: c.Structure) -> bytes:
     text = c.cast(attributes.items[0], c.POINTER(_Text)).contents
     return c.string_at(text.data, text.size)
 
@@ -222,7 +222,7 @@ def _write(results: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         result.copy_(t)
 
 
-def _failure(frame: object, e: BaseException) -> Any:
+def _failure(frame: c.Structure, e: BaseException) -> Any:
     """Returns XLA's error for an exception, and prints the exception with its traceback."""
     with contextlib.suppress(Exception):  # for example without stderr
         traceback.print_exception(e, file=sys.stderr)

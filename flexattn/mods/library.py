@@ -19,21 +19,6 @@ from flexattn.dispatch.neutral import is_capturing, is_traced
 from flexattn.mods.trace import Mod, refuse_misplaced
 from flexattn.validation import check_flag, describe
 
-__all__ = [
-    "alibi",
-    "both",
-    "causal",
-    "dilated_sliding_window",
-    "document",
-    "either",
-    "natten_2d",
-    "prefix_lm",
-    "relative_bias",
-    "sliding_window",
-    "softcap",
-    "tree",
-]
-
 
 def causal() -> Mod:
     """mask_mod: a query sees the keys up to and including its position."""
