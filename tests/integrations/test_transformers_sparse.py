@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed, whose models these tests run")
 
-from flexattn.integrations.transformers import attention_forward  # noqa: E402
+from flexattn.integrations.transformers import attention_forward, attention_mask  # noqa: E402
 from tests.support.transformers_models import SIZES, VOCABULARY, make, register_both  # noqa: E402
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
@@ -33,7 +34,32 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["minimax_m3_sparse", "minimax_m3_sparse"]}
     | BLOCKS,
     "Inkling2TextConfig": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "unpadded_vocab_size": VOCABULARY},
+    "Inkling2LoopTextConfig": SIZES
+    | {"num_key_value_heads": 2, "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+    | {"unpadded_vocab_size": VOCABULARY, "num_hidden_layers": 4, "sliding_window_size": 5, "rel_extent": 6, "d_rel": 4}
+    | {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2, "loop_gate_rank": 4}
+    | {"n_layers_per_attn_res_block": 2, "moe_intermediate_size": 16, "n_routed_experts": 2, "num_experts_per_tok": 1},
+    "HYV4VLTextConfig": LATENTS
+    | {"mlp_layer_types": ["dense", "dense"]}
+    | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "Glm5NextTextConfig": LATENTS
+    | {"qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": ["dense", "dense"], "indexer_types": ["full", "full"]}
+    | {"layer_types": ["full_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 2, "index_kpool": 2},
+    "Qwen4ExpTextConfig": SIZES
+    | {"num_key_value_heads": 2, "head_dim": 8, "layer_types": ["full_attention", "full_attention"]}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+    | {"hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+    | {"indexer_budget": 4, "indexer_compress_ratio": 2},
+    "DeepseekV4Config": {name: value for name, value in SIZES.items() if name != "intermediate_size"}
+    | {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "sliding_window": 5}
+    | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]}
+    | {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
+    | {"mlp_layer_types": ["moe", "moe", "moe"], "o_groups": 2, "o_lora_rank": 8, "partial_rotary_factor": 0.5, "hc_mult": 2}
+    | {"qk_rope_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 3}
+    | EXPERTS,
 }
+RIGHT_FROM = {"Qwen4ExpTextConfig": (5, 24)}  # eager attention of earlier ones is NaN for queries that see no key
 LENGTH = 14
 TOKENS = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 PADDED = torch.ones(2, LENGTH, dtype=torch.int64)
@@ -48,8 +74,9 @@ def padding(name: str) -> Tensor:
 @functools.cache
 def model(name: str, implementation: str) -> Any:
     kind = getattr(transformers, name, None)
-    if kind is None:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if kind is None or version < RIGHT_FROM.get(name, version):
+        pytest.skip(f"transformers {transformers.__version__} has no {name} that is right")
     register_both()
     has_head = kind in transformers.AutoModelForCausalLM._model_mapping
     way = transformers.AutoModelForCausalLM if has_head else getattr(transformers, name.replace("Config", "Model"))
@@ -114,6 +141,18 @@ def test_generation_is_that_of_eager_with_each_cache(name: str, cache: str) -> N
 
 class _Layer(torch.nn.Module):
     is_causal = True
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_model_that_extends_its_mask_gets_numbers(queries: int) -> None:
+    """DeepSeek-V4 appends 0 or -inf for each compressed key, in the mask's dtype."""
+    config = types.SimpleNamespace(model_type="deepseek_v4")
+    padding = torch.tensor([[False, True, True, True]])
+    first = 4 - queries
+    mask = attention_mask(1, queries, 4, q_offset=first, attention_mask=padding, dtype=torch.bfloat16, config=config)
+    seen = torch.ones(queries, 4, dtype=torch.bool).tril(first) & padding
+    lowest = torch.finfo(torch.bfloat16).min
+    assert torch.equal(mask, torch.where(seen, 0.0, lowest).to(torch.bfloat16)[None, None])
 
 
 def test_wrong_selections_are_named() -> None:

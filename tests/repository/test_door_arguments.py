@@ -69,8 +69,6 @@ UNREAD = {
     },
     "transformers/masks.py": {
         "allow_torch_fix": "has no effect in transformers either",
-        "dtype": "a bool mask has its own",
-        "config": "the mask function says all that the mask depends on",
     },
     "xformers.py": {"op": "names one of xformers' kernels"},
     "te/context_parallel.py": {"_saved": "the gradient of an empty result, by which a second derivative finds the guard"},

@@ -91,6 +91,9 @@ class Visible:
         raise TypeError(f"attention_mask[{index!r}]: {_NOT_A_TENSOR}")
 
 
+_EXTENDED = ("deepseek_v4",)
+"""Types of models whose layers append numbers to their mask, 0 or -inf for each key that they compress from others."""
+
 _NOT_A_TENSOR = (
     "this model computes with its mask, but flexattn's mask is not a tensor; only its attention function reads it; "
     'accepted: attn_implementation="eager" for this model'
@@ -133,12 +136,13 @@ def attention_mask(
         use_vmap: whether mask_function only accepts 0-d positions.
         allow_torch_fix: ignored, as in transformers.
         device: device of the mask.
-        dtype, config: ignored; mask_function determines the mask, and its dtype is bool.
+        dtype, config: the dtype of numbers for a model whose layers extend their mask, and the model's config. Otherwise ignored:
+            mask_function determines the mask, and its dtype is bool.
         unknown: raises, unless all are None.
 
     Returns:
         A `Visible`, or a bool tensor [b, 1, q_length, kv_length]. It is a tensor if a single query does not see all keys, or if the
-        model computes with the mask.
+        model computes with the mask. If its layers extend the mask, it has numbers instead: 0, or the lowest for hidden keys.
 
     Raises:
         TypeError: if an argument is unknown.
@@ -166,8 +170,9 @@ def attention_mask(
             pattern = Pattern(local_size, local_size)  # only this mask allows both; Dynamo hides its abs()
         if pattern is not None:
             keys = _usable_keys(pattern, q_length, kv_length, q_offset - kv_offset)
-    is_tensor = q_length == 1
-    if pattern is not None and keys is not None:
+    is_extended = getattr(config, "model_type", None) in _EXTENDED
+    is_tensor = q_length == 1 or is_extended
+    if pattern is not None and keys is not None and not is_extended:
         if padding is not None and not is_traced() and padding[:, :keys].all():
             padding = None
         skips = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
@@ -189,6 +194,9 @@ def attention_mask(
         use_vmap=use_vmap,
         device=device,
     )
+    if is_extended:
+        dtype = dtype or torch.float32
+        return torch.zeros((), dtype=dtype, device=device).where(dense_mask, torch.finfo(dtype).min)
     return dense_mask
 
 
