@@ -179,9 +179,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "twice": ({"thd_attention_policies": [_policy(0, 1, 2), _policy(2, 3)]}, ValueError, "each one in one policy"),
     "order": ({"thd_attention_policies": [_policy(0, 2, 1, 3, 4)]}, ValueError, r"\[0, 2, 1, 3, 4\].*ascending"),
     "dispatch": ({"thd_attention_policy_dispatch": "fast"}, ValueError, "accepted: auto, grouped"),
-    "a mask": ({"attn_mask_type": "padding"}, ValueError, "attn_mask_type, window_size or attention_mask"),
-    "a bias": ({"core_attention_bias_type": "alibi"}, ValueError, "a bias or ALiBi"),
-    "a score_mod": ({"score_mod": lambda *_: None}, ValueError, "comes with a score_mod"),
+    "a mask": ({"attn_mask_type": "padding"}, ValueError, "comes with attn_mask_type; accepted: None"),
+    "a bias": ({"core_attention_bias_type": "alibi"}, ValueError, "core_attention_bias_type 'alibi'"),
+    "a score_mod": ({"score_mod": lambda *_: None}, ValueError, "comes with score_mod"),
     "fp8": ({"fp8_output": True}, ValueError, "FP8 or return_max_logit"),
     "a negative cap": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
 }

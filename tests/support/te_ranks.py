@@ -291,7 +291,7 @@ def refused() -> None:
         ("a call with attn_mask_type 'arbitrary'", {"attn_mask_type": "arbitrary"}, {}),
         (
             "a call with thd_attention_policies",
-            {"qkv_format": "thd"},
+            {},
             {**odd_lengths, **_layers(x[0]), "thd_attention_policies": policies},
         ),
         ("a call with inference_params", {"attn_mask_type": "padding", "layer_number": 1}, {"inference_params": object()}),

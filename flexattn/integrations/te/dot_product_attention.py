@@ -18,7 +18,7 @@ from flexattn.integrations.te import context_parallel
 from flexattn.integrations.te.backend_selection import Environment, environment
 from flexattn.integrations.te.inference import InferenceParams
 from flexattn.integrations.te.layer_scaling import LayerScaling, is_recomputed
-from flexattn.integrations.te.masks import ARBITRARY, Window, diagonal_of, lengths_of, mask_mod_of, mask_type_of, window_of
+from flexattn.integrations.te.masks import ARBITRARY, Window, lengths_of, mask_mod_of, mask_type_of, masks_of, window_of
 from flexattn.integrations.te.names import AttnBiasType, SoftmaxType
 from flexattn.integrations.te.packed_inputs import separate
 from flexattn.integrations.te.policies import DISPATCHES, calls_of, check_call, policies_of
@@ -254,18 +254,10 @@ class DotProductAttention(torch.nn.Module):
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         policies = None
         if thd_attention_policies is not None:
-            is_masked = attn_mask_type is not None or window_size is not None or attention_mask is not None
-            mask_type, window_size, policies = "padding", (-1, -1), policies_of(thd_attention_policies, diagonal)
+            given = (attn_mask_type, window_size, attention_mask, core_attention_bias, inference_params, score_mod)
             is_fp8 = bool(fp8_arguments) or fp8_output or active_recipe() is not None
-            requests = {
-                f"qkv_format {fmt!r}": fmt != "thd",
-                "attn_mask_type, window_size or attention_mask": is_masked,
-                "a bias or ALiBi": core_attention_bias_type != "no_bias" or core_attention_bias is not None,
-                "inference_params": inference_params is not None,
-                "a score_mod": score_mod is not None,
-                "FP8 or return_max_logit": is_fp8 or self.return_max_logit,
-            }
-            check_call(requests)
+            check_call(fmt, given, core_attention_bias_type, is_fp8, self.return_max_logit)
+            mask_type, window_size, policies = "padding", (-1, -1), policies_of(thd_attention_policies, diagonal)
         lengths = _Lengths(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
         if self._ranks is not None:
             self._check_ranks(
@@ -288,22 +280,16 @@ class DotProductAttention(torch.nn.Module):
             k, v, fmt, mask_type, lengths = self._with_cache(inference_params, (k, v), fmt, mask_type)
         arguments: dict[str, object] = {
             "qkv_format": fmt,
-            "attn_mask_type": "no_mask" if mask_type == ARBITRARY else mask_type,
-            "window_size": window_of(mask_type, self.window_size if window_size is None else window_size),
-            "bottom_right_diagonal": diagonal_of(mask_type, diagonal),
+            **masks_of(mask_type, window_of(mask_type, self.window_size if window_size is None else window_size), diagonal),
             "bias_type": core_attention_bias_type,
             "bias": core_attention_bias,
             "alibi_slopes": alibi_slopes,
-            "softmax_type": self.softmax_type,
-            "softmax_scale": self.softmax_scale,
-            "softcap": self.softcap if softcap is None else softcap,
             "return_max_logit": self.return_max_logit,
             "deterministic": True if self.deterministic else None,
             "backend": _backend(self._environment()),
+            **self._softmax(softcap),
             **(fp8_arguments or self._fp8(q, fp8_output, bf16_backward)),
         }
-        if self.softmax_type == "learnable":
-            arguments["softmax_offset"] = self.softmax_offset
         if inference_params is not None and inference_params.is_paged:
             arguments["page_table"] = inference_params.page_table(k.device)
         if "padding" in mask_type:
@@ -311,22 +297,16 @@ class DotProductAttention(torch.nn.Module):
             arguments |= _length_arguments(lengths, attention_mask, sizes, fmt, pad_between_seqs)
         elif mask_type == ARBITRARY:
             arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
-        if score_mod is not None:
-            arguments["score_mod"] = TEScoreMod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
-        elif any(x is not None for x in (score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)):
-            raise ValueError("score_mod is None but its bprop or tensors are set; accepted: a score_mod with them")
+        arguments |= _score_mod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         calls = [arguments] if policies is None else calls_of(policies, arguments)
         if self.training and self.attention_dropout > 0:
             for call in calls:
                 state = self._seed(q.device)
-                call |= {
-                    "dropout_p": self.attention_dropout,
-                    "rng_state": state if self._ranks is None else self._ranks.shared(state),
-                }
-        run: Callable[..., tuple[object, Tensor | None]]
-        if self._ranks is None:
-            run = functools.partial(_attend, Results(packing=packing), calls)
-        else:
+                if self._ranks is not None:
+                    state = self._ranks.shared(state)
+                call |= {"dropout_p": self.attention_dropout, "rng_state": state}
+        run: Callable[..., tuple[object, Tensor | None]] = functools.partial(_attend, Results(packing=packing), calls)
+        if self._ranks is not None:
             run = functools.partial(context_parallel.attend, self._ranks, arguments)
         if checkpoint_core_attention and torch.is_grad_enabled():
             out, max_logit = checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)  # dropout has its own seed
@@ -349,6 +329,11 @@ class DotProductAttention(torch.nn.Module):
         for part in ("flash_attention", "fused_attention", "unfused_attention"):  # parts of older TransformerEngine modules
             state_dict.pop(f"{prefix}{part}._extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _softmax(self, softcap: float | None) -> dict[str, object]:
+        offset = {"softmax_offset": self.softmax_offset} if self.softmax_type == "learnable" else {}
+        cap = self.softcap if softcap is None else softcap
+        return {"softmax_type": self.softmax_type, "softmax_scale": self.softmax_scale, "softcap": cap, **offset}
 
     def _environment(self) -> Environment:
         return environment()
@@ -474,6 +459,15 @@ def _sizes(q: Tensor, k: Tensor, fmt: str, ranks: int) -> tuple[int, int, int] |
     if "thd" in (q_format, kv_format):
         return None
     return q.shape[q_format.index("b")], q.shape[q_format.index("s")] * ranks, k.shape[kv_format.index("s")] * ranks
+
+
+def _score_mod(score_mod: Any, *others: Any) -> dict[str, object]:
+    """Returns the argument for a callback. others: its bprop, its tensors and its bprop's tensors."""
+    if score_mod is not None:
+        return {"score_mod": TEScoreMod(score_mod, *others)}
+    if any(x is not None for x in others):
+        raise ValueError("score_mod is None but its bprop or tensors are set; accepted: a score_mod with them")
+    return {}
 
 
 def _length_arguments(

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.integrations.te.masks import diagonal_of, mask_type_of, window_of
+from flexattn.integrations.te.masks import mask_type_of, masks_of, window_of
 from flexattn.validation import are_values_read, describe
 
 _NEEDED = ("sequence_ids", "mask_type", "window_size")
+_NOT_GIVEN = ("attn_mask_type", "window_size", "attention_mask", "core_attention_bias", "inference_params", "score_mod")
 DISPATCHES = ("auto", "grouped")
 
 
@@ -47,21 +48,26 @@ def policies_of(policies: object, bottom_right_diagonal: bool | None) -> list[Po
         if "padding" not in mask_type:
             raise ValueError(f"{name}['mask_type'] is {mask_type!r}; accepted: a type with padding in its name")
         own = policy.get("bottom_right_diagonal")
-        masks: dict[str, object] = {
-            "attn_mask_type": mask_type,
-            "window_size": window_of(mask_type, policy["window_size"]),
-            "bottom_right_diagonal": diagonal_of(mask_type, bottom_right_diagonal if own is None else own),
-        }
+        diagonal = bottom_right_diagonal if own is None else own
         if len(ids):
-            found.append(Policy(ids, masks))
+            found.append(Policy(ids, masks_of(mask_type, window_of(mask_type, policy["window_size"]), diagonal)))
     return found
 
 
-def check_call(requests: Mapping[str, bool]) -> None:
-    """Raises ValueError for arguments that do not go with policies, as TransformerEngine does."""
-    for feature, is_requested in requests.items():
-        if is_requested:
-            raise ValueError(f"thd_attention_policies comes with {feature}; accepted: a call without it")
+def check_call(fmt: str, given: Sequence[object], bias_type: str, is_fp8: bool, return_max_logit: bool) -> None:
+    """Raises ValueError for arguments that do not go with policies, as TransformerEngine does.
+
+    given: the values of `_NOT_GIVEN`.
+    """
+    if fmt != "thd":
+        raise ValueError(f"thd_attention_policies comes with qkv_format {fmt!r}; accepted: 'thd'")
+    for name, value in zip(_NOT_GIVEN, given, strict=True):
+        if value is not None:
+            raise ValueError(f"thd_attention_policies comes with {name}; accepted: None")
+    if bias_type != "no_bias":
+        raise ValueError(f"thd_attention_policies comes with core_attention_bias_type {bias_type!r}; accepted: 'no_bias'")
+    if is_fp8 or return_max_logit:
+        raise ValueError("thd_attention_policies comes with attention in FP8 or return_max_logit; accepted: a call without")
 
 
 def calls_of(policies: Sequence[Policy], lengths: Mapping[str, Any]) -> list[dict[str, object]]:
@@ -74,13 +80,13 @@ def calls_of(policies: Sequence[Policy], lengths: Mapping[str, Any]) -> list[dic
     Raises ValueError if the policies do not have every sequence once. The numbers are read on a CPU, and with FLEXATTN_CHECK=1.
     """
     sequences = len(lengths["cu_seqlens_q"]) - 1
-    counts = [len(policy.sequence_ids) for policy in policies]
-    every = torch.cat([policy.sequence_ids for policy in policies]) if policies else torch.empty(0)
-    is_known = policies and are_values_read(every)
-    is_wrong = is_known and not torch.equal(every.sort().values.long(), torch.arange(sequences, device=every.device))
-    if sum(counts) != sequences or is_wrong:
+    every = [policy.sequence_ids for policy in policies]
+    count = sum(map(len, every))
+    is_known = bool(every) and are_values_read(every[0])
+    is_wrong = is_known and sorted(i for ids in every for i in ids.tolist()) != list(range(sequences))
+    if count != sequences or is_wrong:
         raise ValueError(
-            f"thd_attention_policies has {sum(counts)} sequence_ids for {sequences} sequences; accepted: each one in one policy"
+            f"thd_attention_policies has {count} sequence_ids for {sequences} sequences; accepted: each one in one policy"
         )
     for policy in policies:
         if is_known and bool((policy.sequence_ids.diff() <= 0).any()):
