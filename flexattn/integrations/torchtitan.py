@@ -136,11 +136,7 @@ class VarlenAttention(titan.VarlenAttention):  # type: ignore[misc]
                 q,
                 k,
                 v,
-                qkv_format="thd",
-                cu_seqlens_q=attention_masks.cu_seq_q,
-                cu_seqlens_kv=attention_masks.cu_seq_k,
-                max_seqlen_q=attention_masks.max_q,
-                max_seqlen_kv=attention_masks.max_k,
+                **_lengths(attention_masks),
                 attn_mask_type="padding_causal_bottom_right" if right == 0 else "padding",
                 window_size=(left, right),
                 softmax_scale=scale,
@@ -246,6 +242,11 @@ _MODULES: dict[Any, Any] = {
     titan.FlexAttention: FlexAttention,
     titan.ScaledDotProductAttention: ScaledDotProductAttention,
 }
+
+
+def _lengths(masks: titan.VarlenMetadata) -> dict[str, Any]:
+    lengths = {"cu_seqlens_q": masks.cu_seq_q, "cu_seqlens_kv": masks.cu_seq_k}
+    return {"qkv_format": "thd", **lengths, "max_seqlen_q": masks.max_q, "max_seqlen_kv": masks.max_k}
 
 
 def _check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:

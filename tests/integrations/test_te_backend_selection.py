@@ -191,7 +191,7 @@ def test_something_else_than_parameters() -> None:
 
 
 def test_the_fields() -> None:
-    assert len(dataclasses.fields(AttentionParams)) == 35
+    assert len(dataclasses.fields(AttentionParams)) == 36
     assert AttentionParams() == AttentionParams()
     assert AttentionParams() != AttentionParams(batch_size=2)
 

@@ -47,7 +47,9 @@ DENSE = {
     "causal": Case(),
     "no mask, a head dim of v": Case("no_mask", module={"kv_channels": (DIM, DIM_V)}, call={"core_attention_bias_type": "alibi"}),
     "a causal window": Case(window=(5, 0), module={"softmax_type": "off-by-one"}),
-    "a window on both sides": Case("no_mask", (3, 6), {"softmax_type": "learnable"}, {"bottom_right_diagonal": False}),
+    "a window on both sides": Case(
+        "no_mask", (3, 6), {"softmax_type": "learnable", "softcap": 0.8}, {"bottom_right_diagonal": False}
+    ),
     "other keys": Case("causal_bottom_right", keys=12, module={"softmax_scale": 0.2, "return_max_logit": True}),
     "padding": Case("padding_causal", is_padded=True, module={"softmax_type": "learnable"}),
     "padding without a mask": Case("padding", (6, 6), is_padded=True),
@@ -65,7 +67,7 @@ BIASED = {
 }
 PACKED = {
     "causal": Case("padding_causal"),
-    "no mask": Case("padding", module={"kv_channels": (DIM, DIM_V)}),
+    "no mask": Case("padding", module={"kv_channels": (DIM, DIM_V)}, call={"softcap": 0.8}),
     "a window, a sink": Case("padding_causal", (4, 0), {"softmax_type": "learnable"}),
     "dropout": Case("padding_causal", module={"attention_dropout": 0.25, "return_max_logit": True}),
     "ALiBi": Case("padding", (6, 2), call={"core_attention_bias_type": "alibi"}),
@@ -284,8 +286,14 @@ def refused() -> None:
     offsets_of_odd = torch.tensor([0, 6], dtype=torch.int32)
     odd_lengths = {"cu_seqlens_q": offsets_of_odd, "cu_seqlens_kv": offsets_of_odd, "qkv_format": "thd"}
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 4, 4 * dist.get_world_size())}
+    policies = [{"sequence_ids": torch.tensor([0]), "mask_type": "padding", "window_size": (-1, -1)}]
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("a call with attn_mask_type 'arbitrary'", {"attn_mask_type": "arbitrary"}, {}),
+        (
+            "a call with thd_attention_policies",
+            {},
+            {**odd_lengths, **_layers(x[0]), "thd_attention_policies": policies},
+        ),
         ("a call with inference_params", {"attn_mask_type": "padding", "layer_number": 1}, {"inference_params": object()}),
         ("a core_attention_bias and padding", {"attn_mask_type": "padding"}, bias),
         ("core_attention_bias is .* with cp_comm_type 'a2a'", {"cp_comm_type": "a2a"}, bias),

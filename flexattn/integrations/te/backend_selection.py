@@ -89,6 +89,7 @@ class AttentionParams:
     attn_mask_type: str = "no_mask"
     window_size: tuple[int, int] | None = None
     bottom_right_diagonal: bool | None = True
+    softcap: float = 0.0
     alibi_slopes_shape: Any = None
     core_attention_bias_type: str = "no_bias"
     core_attention_bias_shape: str | None = "1hss"
@@ -287,7 +288,7 @@ def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec
         bias_type=p.core_attention_bias_type,
         bias_dims=bias_dims,  # type: ignore[arg-type]  # a tuple of four
         softmax_type=p.softmax_type,
-        softcap=False,
+        softcap=p.softcap != 0,
         dropout=p.is_training and p.attention_dropout > 0,
         return_max_logit=p.return_max_logit,
         needs_grad=p.is_training,

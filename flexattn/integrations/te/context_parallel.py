@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = {"p2p": "ring", "all_gather": "gather", "a2a": "ulysses", "a2a+p2p": "ulysses+ring"}
 _UNSPLIT_ARGUMENTS = (
-    *("bias_type", "bias", "softmax_type", "softmax_scale", "deterministic", "backend", "score_mod"),
+    *("bias_type", "bias", "softmax_type", "softmax_scale", "softcap", "deterministic", "backend", "score_mod"),
     *("dropout_p", "rng_state", "return_max_logit", "fp8_recipe", "fp8_state"),
 )
 

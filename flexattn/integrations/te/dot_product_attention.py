@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,9 +18,10 @@ from flexattn.integrations.te import context_parallel
 from flexattn.integrations.te.backend_selection import Environment, environment
 from flexattn.integrations.te.inference import InferenceParams
 from flexattn.integrations.te.layer_scaling import LayerScaling, is_recomputed
-from flexattn.integrations.te.masks import ARBITRARY, Window, diagonal_of, lengths_of, mask_mod_of, mask_type_of, window_of
+from flexattn.integrations.te.masks import ARBITRARY, Window, lengths_of, mask_mod_of, mask_type_of, masks_of, window_of
 from flexattn.integrations.te.names import AttnBiasType, SoftmaxType
 from flexattn.integrations.te.packed_inputs import separate
+from flexattn.integrations.te.policies import DISPATCHES, calls_of, check_call, policies_of
 from flexattn.integrations.te.quantizers import in_fp8
 from flexattn.integrations.te.recipe import Recipe, active_recipe
 from flexattn.integrations.te.score_mod import TEScoreMod
@@ -46,6 +47,7 @@ class DotProductAttention(torch.nn.Module):
         attn_mask_type: one of `AttnMaskType`, optionally with "," in place of "_", or "arbitrary".
         window_size: (left, right), inclusive; -1 is open. None: the widest window that the mask type allows.
         bottom_right_diagonal: whether windows and ALiBi with no_mask and padding are aligned bottom-right. None: True.
+        softcap: c above 0 turns each scaled score s into c * tanh(s / c), inside of a post-scale bias and ALiBi.
         sequence_parallel, tp_size, get_rng_state_tracker, tp_group: tensor parallelism. This rank has num_attention_heads //
             tp_size heads. Without sequence_parallel, the dropout seed is drawn inside the tracker's `fork()`.
         layer_number: this layer's number in the cache of `InferenceParams`.
@@ -72,6 +74,7 @@ class DotProductAttention(torch.nn.Module):
         attn_mask_type: str = "causal",
         window_size: Window | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
@@ -119,7 +122,7 @@ class DotProductAttention(torch.nn.Module):
         self.qkv_format = qkv_format
         self.attn_mask_type = mask_type_of(attn_mask_type)
         self.window_size = window_of(self.attn_mask_type, window_size)
-        self.bottom_right_diagonal = bottom_right_diagonal
+        self.bottom_right_diagonal, self.softcap = bottom_right_diagonal, softcap
         self.attention_dropout = attention_dropout
         self.layer_number = layer_number
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
@@ -180,6 +183,7 @@ class DotProductAttention(torch.nn.Module):
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,
@@ -197,6 +201,8 @@ class DotProductAttention(torch.nn.Module):
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
+        thd_attention_policies: Sequence[Mapping[str, object]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
     ) -> Any:
         """Returns attention's output with merged heads, [..., h * d_v], in q's format, or (out, max_logit) with return_max_logit.
 
@@ -207,7 +213,7 @@ class DotProductAttention(torch.nn.Module):
                 float16, bfloat16 or float32; or FP8 tensors with one scale each, outside of autograd.
             attention_mask: bool, True for hidden keys. With a padding type and no cu_seqlens: [b, 1, 1, s], or a pair of them.
                 With "arbitrary": broadcastable to [b, h, sq, skv].
-            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: None: the constructor's value.
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal, softcap: None: the constructor's value.
             cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], with a padding type.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only, the sequences' start offsets.
             max_seqlen_q, max_seqlen_kv: thd only, at least the longest sequence. None: the total of tokens, which avoids a wait
@@ -227,6 +233,10 @@ class DotProductAttention(torch.nn.Module):
             qkv_layer: q, k and v in one tensor, with a dim of 3 at qkv_interleave_dim, -3 or -2.
             kv_layer: k and v in one tensor, with a dim of 2, passed with query_layer. The gradient of a packed tensor is one
                 tensor, computed without a copy.
+            thd_attention_policies: masks of their own for some of the packed sequences: dicts of sequence_ids (int32 or int64,
+                ascending), mask_type (with padding in its name), window_size and optionally bottom_right_diagonal. Each sequence is
+                in one of them. attn_mask_type and window_size are then None.
+            thd_attention_policy_dispatch: "auto" or "grouped"; without effect.
 
         Raises:
             ValueError, TypeError: if an argument is invalid; the text names it, its value and the accepted values.
@@ -235,11 +245,19 @@ class DotProductAttention(torch.nn.Module):
         fmt = self.qkv_format if qkv_format is None else qkv_format
         check_name("qkv_format", fmt, FORMATS)
         check_name("core_attention_bias_type", core_attention_bias_type, tuple(AttnBiasType))
+        check_name("thd_attention_policy_dispatch", thd_attention_policy_dispatch, DISPATCHES)
         layers = {"query_layer": query_layer, "key_layer": key_layer, "value_layer": value_layer}
         q, k, v, packing = separate({**layers, "qkv_layer": qkv_layer, "kv_layer": kv_layer}, qkv_interleave_dim, fmt)
         q, k, v, fp8_arguments = _in_fp8((q, k, v))
         self._check_shapes((q, k, v), fmt)
         mask_type = self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type)
+        diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        policies = None
+        if thd_attention_policies is not None:
+            given = (attn_mask_type, window_size, attention_mask, core_attention_bias, inference_params, score_mod)
+            is_fp8 = bool(fp8_arguments) or fp8_output or active_recipe() is not None
+            check_call(fmt, given, core_attention_bias_type, is_fp8, self.return_max_logit)
+            mask_type, window_size, policies = "padding", (-1, -1), policies_of(thd_attention_policies, diagonal)
         lengths = _Lengths(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
         if self._ranks is not None:
             self._check_ranks(
@@ -249,6 +267,7 @@ class DotProductAttention(torch.nn.Module):
                     "inference_params": inference_params is not None,
                     "FP8 tensors, which each rank would scale by itself": bool(fp8_arguments),
                     "fp8_output": fp8_output,
+                    "thd_attention_policies": policies is not None,
                     "a core_attention_bias and padding": core_attention_bias is not None and "padding" in mask_type,
                 },
             )
@@ -259,24 +278,18 @@ class DotProductAttention(torch.nn.Module):
                 named = dict(zip(layers, (q, k, v), strict=True)) | {"core_attention_bias": core_attention_bias}
                 _check_pages(named | {"softmax_offset": self.softmax_offset}, bool(fp8_arguments) or active_recipe() is not None)
             k, v, fmt, mask_type, lengths = self._with_cache(inference_params, (k, v), fmt, mask_type)
-        diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         arguments: dict[str, object] = {
             "qkv_format": fmt,
-            "attn_mask_type": "no_mask" if mask_type == ARBITRARY else mask_type,
-            "window_size": window_of(mask_type, self.window_size if window_size is None else window_size),
-            "bottom_right_diagonal": diagonal_of(mask_type, diagonal),
+            **masks_of(mask_type, window_of(mask_type, self.window_size if window_size is None else window_size), diagonal),
             "bias_type": core_attention_bias_type,
             "bias": core_attention_bias,
             "alibi_slopes": alibi_slopes,
-            "softmax_type": self.softmax_type,
-            "softmax_scale": self.softmax_scale,
             "return_max_logit": self.return_max_logit,
             "deterministic": True if self.deterministic else None,
             "backend": _backend(self._environment()),
+            **self._softmax(softcap),
             **(fp8_arguments or self._fp8(q, fp8_output, bf16_backward)),
         }
-        if self.softmax_type == "learnable":
-            arguments["softmax_offset"] = self.softmax_offset
         if inference_params is not None and inference_params.is_paged:
             arguments["page_table"] = inference_params.page_table(k.device)
         if "padding" in mask_type:
@@ -284,19 +297,16 @@ class DotProductAttention(torch.nn.Module):
             arguments |= _length_arguments(lengths, attention_mask, sizes, fmt, pad_between_seqs)
         elif mask_type == ARBITRARY:
             arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
-        if score_mod is not None:
-            arguments["score_mod"] = TEScoreMod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
-        elif any(x is not None for x in (score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)):
-            raise ValueError("score_mod is None but its bprop or tensors are set; accepted: a score_mod with them")
+        arguments |= _score_mod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
+        calls = [arguments] if policies is None else calls_of(policies, arguments)
         if self.training and self.attention_dropout > 0:
-            state = self._seed(q.device)
-            if self._ranks is not None:
-                state = self._ranks.shared(state)
-            arguments |= {"dropout_p": self.attention_dropout, "rng_state": state}
-        run: Callable[..., tuple[object, Tensor | None]]
-        if self._ranks is None:
-            run = functools.partial(_attend, Results(packing=packing), arguments)
-        else:
+            for call in calls:
+                state = self._seed(q.device)
+                if self._ranks is not None:
+                    state = self._ranks.shared(state)
+                call |= {"dropout_p": self.attention_dropout, "rng_state": state}
+        run: Callable[..., tuple[object, Tensor | None]] = functools.partial(_attend, Results(packing=packing), calls)
+        if self._ranks is not None:
             run = functools.partial(context_parallel.attend, self._ranks, arguments)
         if checkpoint_core_attention and torch.is_grad_enabled():
             out, max_logit = checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)  # dropout has its own seed
@@ -319,6 +329,11 @@ class DotProductAttention(torch.nn.Module):
         for part in ("flash_attention", "fused_attention", "unfused_attention"):  # parts of older TransformerEngine modules
             state_dict.pop(f"{prefix}{part}._extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _softmax(self, softcap: float | None) -> dict[str, object]:
+        offset = {"softmax_offset": self.softmax_offset} if self.softmax_type == "learnable" else {}
+        cap = self.softcap if softcap is None else softcap
+        return {"softmax_type": self.softmax_type, "softmax_scale": self.softmax_scale, "softcap": cap, **offset}
 
     def _environment(self) -> Environment:
         return environment()
@@ -446,6 +461,15 @@ def _sizes(q: Tensor, k: Tensor, fmt: str, ranks: int) -> tuple[int, int, int] |
     return q.shape[q_format.index("b")], q.shape[q_format.index("s")] * ranks, k.shape[kv_format.index("s")] * ranks
 
 
+def _score_mod(score_mod: Any, *others: Any) -> dict[str, object]:
+    """Returns the argument for a callback. others: its bprop, its tensors and its bprop's tensors."""
+    if score_mod is not None:
+        return {"score_mod": TEScoreMod(score_mod, *others)}
+    if any(x is not None for x in others):
+        raise ValueError("score_mod is None but its bprop or tensors are set; accepted: a score_mod with them")
+    return {}
+
+
 def _length_arguments(
     lengths: _Lengths, attention_mask: object, sizes: tuple[int, int, int] | None, fmt: str, pad_between_seqs: bool | None
 ) -> dict[str, object]:
@@ -476,12 +500,18 @@ def _length_arguments(
     return arguments
 
 
-def _attend(results: Results, arguments: dict[str, object], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, Tensor | None]:
-    """Returns out with merged heads, and max_logit in q's dtype, or None if it is not requested."""
+def _attend(results: Results, calls: Sequence[dict[str, object]], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, Tensor | None]:
+    """Returns out with merged heads, and max_logit in q's dtype, or None if it is not requested.
+
+    calls: the arguments of each call. The results of several calls are added; each is 0 for the sequences of the others.
+    """
+    arguments, *others = calls
     out, _, max_logit = attend(results, q, k, v, return_lse=False, **arguments)
     if isinstance(out, fp8.QuantizedTensor):
         source = None if out.source is None else out.source.flatten(-2)
         out = out._replace(data=out.data.flatten(-2), source=source)
     else:
         out = out.flatten(-2)
+    for other in others:
+        out = out + _attend(results, [other], q, k, v)[0]
     return out, None if max_logit is None else max_logit.to(q.dtype)

@@ -72,6 +72,13 @@ def diagonal_of(attn_mask_type: str, bottom_right_diagonal: bool | None) -> bool
     return True if bottom_right_diagonal is None else bool(bottom_right_diagonal)
 
 
+def masks_of(attn_mask_type: str, window_size: Window, bottom_right_diagonal: bool | None) -> dict[str, object]:
+    """Returns `flexattn.attention`'s arguments for a mask type, a window of `window_of` and a diagonal."""
+    mask = "no_mask" if attn_mask_type == ARBITRARY else attn_mask_type
+    diagonal = diagonal_of(attn_mask_type, bottom_right_diagonal)
+    return {"attn_mask_type": mask, "window_size": window_size, "bottom_right_diagonal": diagonal}
+
+
 def lengths_of(attention_mask: object, batch: int, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Returns cu_seqlens_q and cu_seqlens_kv, int32 [b + 1], of a padding mask: cumulative counts of the visible tokens.
 
