@@ -112,10 +112,7 @@ def all_tiles(blocks):
 
 
 class TileRange(NamedTuple):
-    """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`.
-
-    Without a block mask, `listed` is not used. It is no None, because functions of Triton 3.6 return none in a tuple.
-    """
+    """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`."""
 
     begin: tl.tensor
     end: tl.tensor

@@ -150,10 +150,12 @@ def keys_of_block(lists, head, first_row, inputs, META: tl.constexpr):
     # Returns the tiles of keys that a block of queries sees, a `TileRange`.
     visible = visible_range_of_keys(first_row, head.len_kv, head.shift, inputs.band, META)
     if META.BLOCK_SIZE_Q == 0:
-        return TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)
-    row = head.b * lists.stride_b + head.h * lists.stride_h + first_row // META.BLOCK_SIZE_Q
-    blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
-    return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
+        tiles = TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)  # Triton 3.6 returns no None
+    else:
+        row = head.b * lists.stride_b + head.h * lists.stride_h + first_row // META.BLOCK_SIZE_Q
+        blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
+        tiles = TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
+    return tiles
 
 
 @triton.jit
@@ -161,10 +163,12 @@ def queries_of_block(lists, head, n, inputs, META: tl.constexpr):
     # Returns the tiles of queries that see a block of keys, a `TileRange`.
     visible = visible_range_of_queries(n, head.len_q, head.shift, inputs.band, META)
     if META.BLOCK_SIZE_Q == 0:
-        return TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)
-    row = head.b * lists.stride_b + head.h * lists.stride_h + n // META.BLOCK_SIZE_KV
-    blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
-    return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
+        tiles = TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)  # Triton 3.6 returns no None
+    else:
+        row = head.b * lists.stride_b + head.h * lists.stride_h + n // META.BLOCK_SIZE_KV
+        blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
+        tiles = TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
+    return tiles
 
 
 @triton.jit

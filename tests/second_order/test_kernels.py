@@ -15,8 +15,10 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import second_order, triton_second_order
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
-from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.runtime.device import Tile, pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.kernels_triton.second_order.launch import Along, Incoming, Modified, Wanted, attention_double_backward
 from flexattn.mods.second import second
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_dlse, make_dout, make_inputs, reference_attention
@@ -228,15 +230,26 @@ def test_explain_names_the_kernels_of_derivatives(monkeypatch: pytest.MonkeyPatc
     assert told(backend="eager", fp8_recipe=flexattn.fp8.Recipe()) == ""
 
 
+@pytest.mark.slow
+def test_these_kernels_compile_without_a_block_mask() -> None:
+    """Without a block mask the kernels' loops are others, and Triton 3.6 refuses more than later releases."""
+    x = torch.zeros(1, 200, 4, 64, dtype=torch.bfloat16)
+    call, along, tile = Modified(Problem(x, x, x, softmax_scale=0.1)), Along(x, x, x), Tile(64, 64, 8, 1)
+    with pretended_device(90, 132), recorded_launches() as launches:
+        attention_double_backward(call, along, Incoming(torch.zeros(1, 4, 200), x), torch.zeros_like(x), Wanted(), tile)
+    for report in compile_sound([request_for(launch, 90) for launch in launches]):
+        assert set(report.matrix_instructions) == {"HGMMA"}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 72), (torch.bfloat16, 256), (torch.float32, 64)])
 def test_compiled(dtype: torch.dtype, dim: int, capability: int) -> None:
     inputs = make_inputs(lengths_q=[200], lengths_kv=[200], head_dim_qk=dim, head_dim_v=dim, dtype=dtype)
-    mods = trace_mods(scaled_by(randn(4, 200).float().requires_grad_()), hides)
+    mods = trace_mods(scaled_by(torch.randn(4, 200, requires_grad=True)), hides)
     mask = create_block_mask(hides, None, None, 200, 200, "cpu", BLOCK_SIZE=128)
     blocks = block_lists(mask, 1, 4, 200, 200, torch.device("cpu"))
-    bias = randn(1, 4, 200, 200).to(dtype)
+    bias = torch.randn(1, 4, 200, 200, dtype=dtype)
     spec, x = make_call(
         inputs, attn_mask_type="causal", softcap=2.0, mods=mods, blocks=blocks, bias=bias, bias_type="post_scale_bias"
     )
