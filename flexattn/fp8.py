@@ -303,9 +303,10 @@ def quantize_arguments(
 
 
 class _Dequantized(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any,
         source: Tensor | None,
         data: Tensor,
         descale: Tensor,
@@ -315,8 +316,12 @@ class _Dequantized(torch.autograd.Function):
         block_rows: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.dtype = None if source is None else source.dtype
         return dequantize_one(data, descale, fmt, cu_seqlens, cu_seqlens_padded, block_rows, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        source = inputs[0]
+        ctx.dtype = None if source is None else source.dtype
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexattn.functional import attention
 from flexattn.mods.trace import Mod
-from flexattn.validation import check_meaning, describe
+from flexattn.validation import check_flags, check_meaning, describe
 from flexattn.warn import warn_once
 
 __all__ = ["Attention", "MultiheadAttention"]
@@ -151,6 +151,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             ValueError, TypeError: shapes or dtypes do not fit together; a tensor is nested; errors of `flexattn.attention`.
             BackendError: no backend can run the call.
         """
+        check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
         self._check(query, key, value)
         batch_dim, seq_dim = (0, 1) if self.batch_first else (1, 0)
         is_batched = query.dim() == 3

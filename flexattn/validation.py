@@ -48,6 +48,14 @@ def check_flag(argument: str, value: object, *, optional: bool = False) -> None:
         raise TypeError(f"{argument} is {describe(value)}; accepted: True, False{', None' if optional else ''}")
 
 
+def check_flags(**flags: object) -> None:
+    """Raises TypeError unless each value is a bool, 0 or 1. Strings and tensors would count as True, or wait for the device."""
+    for name, value in flags.items():
+        is_bool = value is True or value is False or isinstance(value, torch.SymBool) or type(value).__name__ in ("bool", "bool_")
+        if not is_bool and not (isinstance(value, int) and value in (0, 1)):
+            raise TypeError(f"{name} is {describe(value)}; accepted: True, False")
+
+
 def check_number(argument: str, value: Any, limit: float, accepted: str) -> float:
     """Returns a real number or a 0-d tensor on a CPU as a Python number; raises unless 0 <= value <= limit.
 

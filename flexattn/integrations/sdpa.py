@@ -14,9 +14,10 @@ from torch.nn.functional import pad
 
 from flexattn.dispatch.spec import MaskType
 from flexattn.functional import attention
+from flexattn.integrations.arguments import without_sign
 from flexattn.masks import mask_arguments, mask_dtypes, one_batch
 from flexattn.shorthands import is_jagged
-from flexattn.validation import describe
+from flexattn.validation import check_flags, describe
 
 
 def scaled_dot_product_attention(
@@ -52,6 +53,7 @@ def scaled_dot_product_attention(
             `flexattn.attention`.
         BackendError: if no backend supports the call.
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_jagged(query) and is_jagged(key) and is_jagged(value) and attn_mask is None:
         mask: MaskType = "causal" if is_causal else "no_mask"
         return attention(query, key, value, qkv_format="bhsd", attn_mask_type=mask, softmax_scale=scale, dropout_p=dropout_p)
@@ -59,8 +61,7 @@ def scaled_dot_product_attention(
     heads, lead = _heads(query, key, value, enable_gqa)
     has_no_batch = query.dim() == key.dim() == value.dim() == 2
     q, k, v = (_as_4d(x, lead, h) for x, h in zip((query, key, value), heads, strict=True))
-    if scale is not None and scale < 0:
-        q, scale = -q, -scale
+    q, scale = without_sign(q, scale)
     arguments: dict[str, Any] = {
         "attn_mask_type": "causal" if is_causal else "no_mask",
         "softmax_scale": scale,

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.arguments import window_sides
 from flexattn.integrations.flash_attn import block_sparsity, flash_attn_3, sequences
 from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named, refuse
 from flexattn.integrations.flash_attn.sequences import Lengths
+from flexattn.validation import check_flags
 
 __version__ = "4.0.0"
 
@@ -62,13 +64,14 @@ def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
 
 def _window(causal: bool, window_size: Window) -> Window:
     """Returns the window, with the causal mask applied. If the sides' sum is below 0, both are open, as in FlashAttention."""
-    left, right = (side if side is None else int(side) for side in window_size)
+    left, right = window_sides(window_size, "None")
     right = 0 if causal else right
     return (None, 0 if causal else None) if left is not None and right is not None and left + right < 0 else (left, right)
 
 
 def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Any]:
     """Returns masks, windows and mods under `attention`'s names."""
+    check_flags(causal=options.causal)
     left, right = _window(options.causal, extras.window_size)
     mods = _mods(extras, q, k)
     if extras.mask_mod is not None and (left, right) != (None, None):
@@ -137,6 +140,7 @@ def _attend(
 
 def _results(out: Tensor, lse: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Returns out and lse. Without return_lse, lse is detached if out has a gradient, and else None, as in FlashAttention."""
+    check_flags(return_lse=return_lse)
     return out, lse if return_lse else lse.detach() if out.requires_grad else None
 
 

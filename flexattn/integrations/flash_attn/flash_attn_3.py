@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.arguments import check_index_tensor, int_of
 from flexattn.integrations.flash_attn import kv_cache, sequences
 from flexattn.integrations.flash_attn.forward_only import FP8, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.sequences import Lengths
 from flexattn.packed_tensors import unpack
+from flexattn.validation import check_flags
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -32,11 +34,14 @@ class _Extras(NamedTuple):
     def named(self, groups: int, diagonal: int | Tensor) -> dict[str, Any]:
         """Returns descales and chunks under `attention`'s names; groups is the number of query heads per key head."""
         descale_q, descale_k, descale_v = self.descales
+        chunk = int_of("attention_chunk", self.attention_chunk)
+        if chunk < 0:
+            raise ValueError(f"attention_chunk is {chunk}; accepted: the size of the chunks, or 0 for none")
         return {
             "descale_q": None if descale_q is None else descale_q.repeat_interleave(groups, -1),
             "descale_k": descale_k,
             "descale_v": descale_v,
-            "mask_mod": sequences.chunked(self.attention_chunk, diagonal) if self.attention_chunk else None,
+            "mask_mod": sequences.chunked(chunk, diagonal) if chunk else None,
         }
 
 
@@ -61,6 +66,11 @@ def _attend(q: Lengths, k: Lengths, v: Tensor, options: Options, extras: _Extras
         **(sequences.named(q, k) if is_padded else {}),
     )
     return out, lse
+
+
+def _results(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Result:
+    check_flags(return_attn_probs=return_attn_probs)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_func(
@@ -100,7 +110,7 @@ def flash_attn_func(
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
     out, lse = _attend(Lengths(q, None, None), Lengths(k, None, None), v, options, extras)
-    return (out, lse) if return_attn_probs else out
+    return _results(out, lse, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -144,7 +154,7 @@ def flash_attn_qkvpacked_func(
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     extras = _Extras(None, (q_descale, k_descale, v_descale), attention_chunk)
     out, lse = _attend(Lengths(q, None, None), Lengths(k, None, None), v, options, extras)
-    return (out, lse) if return_attn_probs else out
+    return _results(out, lse, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -191,7 +201,7 @@ def flash_attn_varlen_func(
     extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
     lengths_q, lengths_k = Lengths(q, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(k, cu_seqlens_k, seqused_k, max_seqlen_k)
     out, lse = _attend(lengths_q, lengths_k, v, options, extras)
-    return (out, lse) if return_attn_probs else out
+    return _results(out, lse, return_attn_probs)
 
 
 @torch.no_grad()
@@ -250,10 +260,13 @@ def flash_attn_with_kvcache(
         ValueError: if k, v and cache_seqlens do not come together, or rotary_cos, rotary_sin and k.
         ValueError: if a sequence outgrows its row (checked on a CPU or under FLEXATTN_CHECK=1).
     """
+    check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     kv_cache.check_new(k, v, cache_seqlens)
     b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     options = Options(0.0, softmax_scale, causal, window_size, softcap)
     cache = kv_cache.make_cache((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    if rotary_seqlens is not None:
+        check_index_tensor("rotary_seqlens", rotary_seqlens, ((b,),))
     starts = cache.end if rotary_seqlens is None else rotary_seqlens.long()
     rotary = kv_cache.make_rotary(rotary_cos, rotary_sin, rotary_interleaved, starts, k)
     queries = kv_cache.make_tokens(q, cu_seqlens_q)

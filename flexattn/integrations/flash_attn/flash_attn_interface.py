@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.arguments import int_of
 from flexattn.integrations.flash_attn import kv_cache
 from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named, with_options_of
 from flexattn.packed_tensors import unpack
+from flexattn.validation import check_flags
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def _attend(tensors: tuple[Tensor, ...], options: Options, return_attn_probs: bool, packed: dict[str, Any] | None = None) -> Result:
+    check_flags(return_attn_probs=return_attn_probs)
     if return_attn_probs and options.dropout_p > 0.0:
         raise NotImplementedError(
             f"return_attn_probs is True and dropout_p is {options.dropout_p}, but the matrix with dropout is never computed; "
@@ -48,8 +51,8 @@ def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_s
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_kv": cu_seqlens_k,
-        "max_seqlen_q": int(max_seqlen_q),
-        "max_seqlen_kv": int(max_seqlen_k),
+        "max_seqlen_q": int_of("max_seqlen_q", max_seqlen_q),
+        "max_seqlen_kv": int_of("max_seqlen_k", max_seqlen_k),
     }
 
 
@@ -227,6 +230,7 @@ def flash_attn_with_kvcache(
         ValueError: if k, v and cache_seqlens do not come together, or rotary_cos, rotary_sin and k.
         ValueError: if a sequence outgrows its row (checked on a CPU or under FLEXATTN_CHECK=1).
     """
+    check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     kv_cache.check_new(k, v, cache_seqlens)
     b, sq = q.shape[:2]
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from flexattn.integrations.arguments import window_sides
+from flexattn.validation import check_flags
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,7 +29,8 @@ class Options(NamedTuple):
 def named(options: Options, is_padded: bool) -> dict[str, Any]:
     """Returns the options under `attention`'s names. is_padded: whether the sequences have different lengths."""
     prefix = "padding_" if is_padded else ""
-    left, right = (-1 if side < 0 else int(side) for side in options.window_size)
+    check_flags(causal=options.causal)
+    left, right = (-1 if side is None or side < 0 else side for side in window_sides(options.window_size))
     if options.causal:
         mask, right = prefix + "causal_bottom_right", 0
     else:
