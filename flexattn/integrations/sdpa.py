@@ -102,18 +102,23 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
     lead, heads = tuple(query.shape[:-3]), num_q
     if key.shape[:-3] == value.shape[:-3] == lead and num_q == num_k == num_v and query.dim() > 2:  # nothing to broadcast
         return (heads, heads, heads), lead
-    shapes = f"query, key and value have shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
     broadcast: Any = torch.broadcast_shapes  # untyped
     try:
         lead = tuple(broadcast(*(x.shape[:-3] for x in tensors)))
         heads = num_q if enable_gqa else broadcast((num_q,), (num_k,), (num_v,))[0]
     except RuntimeError as e:
         hint = "" if enable_gqa else "; to share heads of key and value, pass enable_gqa=True"
-        raise ValueError(f"{shapes}; accepted: dims before the last two that broadcast{hint}") from e
+        raise ValueError(f"{_shapes(tensors)}; accepted: dims before the last two that broadcast{hint}") from e
     if enable_gqa and (min(x.dim() for x in tensors) < 3 or (num_q > 0 and any(n == 0 or num_q % n for n in (num_k, num_v)))):
-        raise ValueError(f"{shapes} with enable_gqa; accepted: [..., heads, tokens, head dim], query's heads a multiple of both")
+        raise ValueError(
+            f"{_shapes(tensors)} with enable_gqa; accepted: [..., heads, tokens, head dim], query's heads a multiple of both"
+        )
     num_kv = num_k if num_k == num_v else heads
     return (heads, num_kv, num_kv), lead
+
+
+def _shapes(tensors: tuple[Tensor, ...]) -> str:
+    return f"query, key and value have shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
 
 
 def _as_4d(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
