@@ -46,6 +46,33 @@ def check_index_tensor(name: str, t: object, shapes: tuple[tuple[int, ...], ...]
         raise ValueError(f"{name} is {describe(t)}; accepted: shape {' or '.join(str(shape) for shape in shapes)}")
 
 
+def check_fit(**tensors: tuple[object, str]) -> None:
+    """Raises unless all are tensors on one device, whose dims fit each other. A tensor is given with the names of its dims.
+
+    Dims of one name have one size, and a number is the size itself.
+    """
+    sizes: dict[str, int] = {}
+    device = None
+    for name, (t, dims) in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} is {describe(t)}; accepted: a tensor [{', '.join(dims.split())}]")
+        names = dims.split()
+        device = t.device if device is None else device
+        wanted = [int(dim) if dim.isdigit() else sizes.get(dim) for dim in names]
+        does_fit = t.dim() == len(names) and all(size is None or size == own for size, own in zip(wanted, t.shape, strict=True))
+        if not does_fit or t.device != device:
+            known = ", ".join(dim if size is None else str(size) for dim, size in zip(names, wanted, strict=True))
+            raise ValueError(f"{name} is {describe(t)}; accepted: [{', '.join(names)}] = [{known}], on {device}")
+        sizes.update(zip(names, t.shape, strict=True))
+
+
+def check_offsets(**tensors: object) -> None:
+    """Raises unless each is None or int32 [b + 1]."""
+    for name, t in tensors.items():
+        if t is not None and not (isinstance(t, Tensor) and t.dim() == 1 and t.dtype is torch.int32 and t.shape[0] > 0):
+            raise TypeError(f"{name} is {describe(t)}; accepted: an int32 tensor [b + 1], the offsets of sequences")
+
+
 def without_sign(query: Tensor, scale: Any) -> tuple[Tensor, Any]:
     """Returns query and a scale of the scores with the same product and a scale of at least 0. `attention` checks other values."""
     is_number = isinstance(scale, (numbers.Real, torch.SymInt, torch.SymFloat)) or (

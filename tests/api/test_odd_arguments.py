@@ -20,6 +20,7 @@ from flexattn.integrations.flash_attn import cute as fa4
 from flexattn.integrations.flash_attn import flash_attn_3 as fa3
 from flexattn.integrations.flex import create_block_mask, flex_attention
 from flexattn.integrations.sdpa import scaled_dot_product_attention
+from flexattn.integrations.transformers.forward import attention_forward
 from flexattn.integrations.xformers import memory_efficient_attention
 
 X = torch.randn(2, 8, 4, 16, generator=torch.Generator().manual_seed(0))
@@ -77,6 +78,20 @@ def test_flags_may_be_0_or_1() -> None:
     assert torch.equal(fa2.flash_attn_func(X, X, X, causal=1), fa2.flash_attn_func(X, X, X, causal=True))
 
 
+def attend(**options: Any) -> object:
+    """Attention as a model of transformers calls it."""
+    heads_first = X.transpose(1, 2)
+    given = {"query": heads_first, "key": heads_first, "value": heads_first, "attention_mask": None, **options}
+    return attention_forward(torch.nn.Identity(), **given)
+
+
+def blocks(counts: torch.Tensor, indices: torch.Tensor) -> object:
+    given = fa4.block_sparsity.BlockSparseTensorsTorch(counts, indices, block_size=(16, 16))
+    return fa4.flash_attn_func(X, X, X, block_sparse_tensors=given)
+
+
+HALVES = X[None].repeat(2, 1, 1, 1, 1)
+LSE = torch.zeros(2, 2, 8, 4)
 ODD: dict[str, tuple[Callable[[], object], str]] = {
     "window of floats": (lambda: fa2.flash_attn_func(X, X, X, window_size=(3.7, 2.0)), "window_size is .*a pair of ints"),
     "window of one": (lambda: fa3.flash_attn_func(X, X, X, window_size=3), "window_size is .*a pair of ints"),
@@ -95,7 +110,7 @@ ODD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: cached(fa3, True, rotary_cos=TABLES[0], rotary_sin=TABLES[1], rotary_seqlens=LENGTHS.float()),
         "rotary_seqlens is a torch.float32",
     ),
-    "rotary tables": (lambda: cached(new=True, rotary_cos=TABLES[0], rotary_sin=TABLES[1][:, :3]), "rotary_cos is .*two floating"),
+    "rotary tables": (lambda: cached(new=True, rotary_cos=TABLES[0], rotary_sin=TABLES[1][:, :3]), r"rotary_sin is .*= \[9, 4\]"),
     "long rotary tables": (
         lambda: cached(new=True, rotary_cos=torch.rand(9, 20), rotary_sin=torch.rand(9, 20)),
         "at most the head",
@@ -111,6 +126,50 @@ ODD: dict[str, tuple[Callable[[], object], str]] = {
     "sinks in two dims": (
         lambda: fused(softmax_offset=torch.zeros(2, 2), softmax_type="learnable"),
         r"softmax_offset .*\[1, h, 1, 1\]",
+    ),
+    "qv of another dtype": (lambda: fa3.flash_attn_func(X, X, X, qv=X.bfloat16()), "accepted: one dtype"),
+    "queries of ints": (lambda: fa4.flash_attn_func(X.int(), X, X, qv=X), "accepted: one dtype"),
+    "qv of another length": (lambda: fa3.flash_attn_func(X, X, X, qv=X[:, :7]), r"qv is .*= \[2, 8, 4, d_v\]"),
+    "qv with another dim": (lambda: cached(fa3, qv=ROW[None]), "qv is .*the same dims but the last"),
+    "packed keys of three": (lambda: fa2.flash_attn_kvpacked_func(X, torch.stack((X, X, X), 2)), r"kv is .*= \[b, s, 2, h_k, d\]"),
+    "two packed of three": (lambda: fa2.flash_attn_varlen_qkvpacked_func(TOKENS[:, None], CU, 8), r"qkv is .*\[t, 3, h, d\]"),
+    "new keys of one sequence": (lambda: cached(k=ROW[:1], v=ROW[:1]), r"k is .*= \[2, n, 4, 16\]"),
+    "values of another cache": (lambda: fa2.flash_attn_with_kvcache(ROW, X, X[:, :7]), r"v_cache is .*= \[2, 8, 4, d_v\]"),
+    "a table of one row": (lambda: cached(block_table=LENGTHS), r"block_table is .*\[b, columns\]"),
+    "offsets as a list": (
+        lambda: fa3.flash_attn_varlen_func(TOKENS, TOKENS, TOKENS, [0, 8], CU, 8, 8),
+        r"cu_seqlens_q is \[0, 8\]",
+    ),
+    "offsets of three": (
+        lambda: fa3.flash_attn_with_kvcache(
+            ROW, X.clone(), X.clone(), TOKENS[:3], TOKENS[:3], cache_seqlens=LENGTHS, cu_seqlens_k_new=CU.new_tensor([0, 1, 2, 3])
+        ),
+        r"cu_seqlens_k_new .*shape \(3,\)",
+    ),
+    "parts of another batch": (lambda: fa3.flash_attn_combine(HALVES, LSE[:, :1]), r"lse_partial is .*= \[2, 2, 8, 4\]"),
+    "parts of ints": (lambda: fa3.flash_attn_combine(HALVES.int(), LSE), "out_partial is .*a floating dtype"),
+    "out of ints": (lambda: fa3.flash_attn_combine(HALVES, LSE, X.int()), "out is .*a floating dtype"),
+    "a mask of another batch": (lambda: fa2.bert_padding.unpad_input(X, torch.ones(1, 8)), r"attention_mask is .*shape \(2, 8\)"),
+    "counts of blocks in floats": (
+        lambda: blocks(torch.ones(2, 4, 1), torch.zeros(2, 4, 1, 1).int()),
+        "mask_block_cnt is .*integers",
+    ),
+    "lists of other blocks": (
+        lambda: blocks(torch.ones(2, 4, 2).int(), torch.zeros(2, 4, 1, 1).int()),
+        r"mask_block_idx is .*= \[2, 4",
+    ),
+    "a mask of 0 and 1": (
+        lambda: attend(attention_mask=torch.ones(1, 1, 8, 8).long(), position_bias=torch.ones(1, 1, 8, 8)),
+        "attention_mask is .*bool, True for a visible key",
+    ),
+    "positions of ints": (lambda: attend(position_bias=torch.ones(1, 1, 8, 8).int()), "position_bias is .*floating point"),
+    "selected keys in floats": (lambda: attend(indices=torch.rand(2, 8, 3)), "indices is .*integers"),
+    "sinks of another dim": (lambda: attend(sinks=torch.rand(1, 2, 4, 8, 1)), r"sinks is .*\[2, 4, 8, 1\]"),
+    "sinks of ints": (lambda: attend(sinks=torch.ones(2, 4, 8, 1).int()), "sinks is .*floating point"),
+    "packed lengths in floats": (lambda: attend(cu_seq_lens_q=CU.float(), cu_seq_lens_k=CU), "cu_seq_lens_q or .*integers"),
+    "packed batches": (
+        lambda: attend(query=X[:1].transpose(1, 2), cu_seq_lens_q=CU[:2], cu_seq_lens_k=CU[:2]),
+        "query has batch 1 and key 2",
     ),
     "foreign cache": (lambda: DPA(X, X, X, inference_params="cache"), "inference_params is 'cache'"),
     "ranks": (lambda: te.DotProductAttention(4, 16, tp_size="2"), "tp_size is '2'"),

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
-from flexattn.integrations.arguments import window_sides
+from flexattn.integrations.arguments import check_offsets, window_sides
 from flexattn.integrations.flash_attn import block_sparsity, flash_attn_3, sequences
 from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
-from flexattn.integrations.flash_attn.options import Options, named, refuse
+from flexattn.integrations.flash_attn.options import Options, named, refuse, with_qv
 from flexattn.integrations.flash_attn.sequences import Lengths
 from flexattn.validation import check_flags
 
@@ -125,7 +125,7 @@ def _attend(
     queries, keys = q.x, k.x
     has_shared_kv = keys is v and v.shape[-1] == 512
     if qv is not None:  # q k^T + qv v^T is one product of longer rows
-        queries, keys = torch.cat((queries, qv), -1), torch.cat((keys, v), -1)
+        queries, keys = with_qv(queries, qv, keys, v)
     out, lse = attention(
         queries,
         keys,
@@ -270,6 +270,7 @@ def flash_attn_varlen_func(
     mods = score_mod, mask_mod, aux_tensors, aux_scalars
     extras = _Extras(window_size, learnable_sink, *mods, block_sparse_tensors, gather_kv_indices)
     queries, keys, qv = _queries(q, k, v, qv)
+    check_offsets(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths_q = Lengths(queries, cu_seqlens_q, seqused_q, max_seqlen_q)
     lengths_k = Lengths(keys, cu_seqlens_k, seqused_k, max_seqlen_k, page_table)
     out, lse = _attend(lengths_q, lengths_k, (v, qv), options, extras)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
-from flexattn.integrations.arguments import int_of
+from flexattn.integrations.arguments import check_fit, int_of
 from flexattn.integrations.flash_attn import kv_cache
 from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named, with_options_of
@@ -94,6 +94,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named_optio
         q, kv: [b, sq, h, d] and [b, sk, 2, h_k, d].
         options: the arguments of `flash_attn_func` after v. Its errors are raised too.
     """
+    check_fit(kv=(kv, "b s 2 h_k d"))
     k, v = unpack(kv, 2)
     return flash_attn_func(q, k, v, *options, **named_options)
 
@@ -106,6 +107,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named_options: Any) 
         qkv: [b, s, 3, h, d].
         options: the arguments of `flash_attn_func` after v. Its errors are raised too.
     """
+    check_fit(qkv=(qkv, "b s 3 h d"))
     q, k, v = unpack(qkv, 2)
     return flash_attn_func(q, k, v, *options, **named_options)
 
@@ -166,6 +168,7 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`.
         options: the arguments of `flash_attn_func` after v, with softmax_lse [h, total_q]. Its errors are raised too.
     """
+    check_fit(kv=(kv, "t 2 h_k d"))
     k, v = unpack(kv, 1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **named_options)
 
@@ -181,6 +184,7 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens, max_seqlen: int32 [b + 1], the sequences' offsets, and the total; the longest length.
         options: the arguments of `flash_attn_func` after v, with softmax_lse [h, total]. Its errors are raised too.
     """
+    check_fit(qkv=(qkv, "t 3 h d"))
     q, k, v = unpack(qkv, 1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options)
 
@@ -232,6 +236,7 @@ def flash_attn_with_kvcache(
     """
     check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     kv_cache.check_new(k, v, cache_seqlens)
+    kv_cache.check_shapes((q, k_cache, v_cache, k, v))
     b, sq = q.shape[:2]
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     cache = kv_cache.make_cache((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
