@@ -188,6 +188,19 @@ def test_a_scale_below_0_may_be_a_tensor() -> None:
         torch.testing.assert_close(door(X, X, X, scale=torch.tensor(-0.5)), door(-X, X, X, scale=0.5))
 
 
+@pytest.mark.parametrize("name", ["qv", "learnable_sink"])
+def test_a_call_over_pages_takes_what_requires_a_gradient(name: str) -> None:
+    pages, table = X[:, :4], torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+    given = (torch.randn(2, 1, 4, 16) if name == "qv" else torch.randn(4)).requires_grad_()
+    call = {"seqused_k": LENGTHS, "page_table": table}
+    out, _ = fa4.flash_attn_varlen_func(ROW, pages, pages, **call, **{name: given})
+    with torch.no_grad():
+        want, _ = fa4.flash_attn_varlen_func(ROW, pages, pages, **call, **{name: given})
+    assert torch.equal(out, want)
+    with pytest.raises(NotImplementedError, match="pages has no backward"):
+        out.sum().backward()
+
+
 def test_new_rows_of_a_cache_have_any_strides() -> None:
     spread = torch.stack((ROW, ROW), -1)[..., 0]
     for module in (fa2, fa3):

@@ -116,12 +116,17 @@ def _attend(
     q: Lengths, k: Lengths, tensors: tuple[Tensor, Tensor | None], options: Options, extras: _Extras
 ) -> tuple[Tensor, Tensor]:
     v, qv = tensors
-    if k.table is not None and needs_gradient(q.x, k.x, v):
+    optional = (qv, extras.learnable_sink)
+    given = tuple(t for t in optional if t is not None)
+    if k.table is not None and needs_gradient(q.x, k.x, v, *given):
 
         def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
-            return _attend(q._replace(x=x[0]), k._replace(x=x[1]), (x[2], qv), options, extras)
+            rest = iter(x[3:])
+            own_qv, sink = (None if t is None else next(rest) for t in optional)
+            lengths = q._replace(x=x[0]), k._replace(x=x[1])
+            return _attend(*lengths, (x[2], own_qv), options, extras._replace(learnable_sink=sink))
 
-        return forward_only(attend, (q.x, k.x, v), PAGES)
+        return forward_only(attend, (q.x, k.x, v, *given), PAGES)
     queries, keys = q.x, k.x
     has_shared_kv = keys is v and v.shape[-1] == 512
     if qv is not None:  # q k^T + qv v^T is one product of longer rows
