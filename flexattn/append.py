@@ -13,7 +13,7 @@ from flexattn.dispatch import options
 from flexattn.dispatch.append import Appended, append
 from flexattn.dispatch.spec import parse_format
 from flexattn.lengths import check_cumulative, check_length_tensor, check_one_batch, check_page_ids, check_page_table
-from flexattn.validation import DTYPES, FP8_DTYPES, check_tensor, describe
+from flexattn.validation import DTYPES, FP8_DTYPES, check_local, check_tensor, describe
 
 
 def append_kv(
@@ -100,6 +100,7 @@ def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
             "qkv_format has 'thd' for the caches; accepted: 'bshd', 'bhsd' or, without pages, 'sbhd', with room after each "
             f"sequence, as in '{new_format}_2bshd'"
         )
+    check_local({"k_cache": k_cache, "v_cache": v_cache} | x._asdict(), "")
     check_tensor("k_cache", k_cache, (*DTYPES, *FP8_DTYPES), None)
     device = k_cache.device
     for name, t in (("v_cache", v_cache), ("k_new", x.k_new), ("v_new", x.v_new)):

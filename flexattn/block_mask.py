@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.dispatch import options
 from flexattn.dispatch.mod_program import evaluate
 from flexattn.dispatch.neutral import is_capturing, is_jit_traced, is_traced, may_keep, neutral_state
-from flexattn.validation import check_count, check_device, describe
+from flexattn.validation import check_count, check_device, check_local, describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -79,6 +79,8 @@ def create_block_mask(
     rows, columns = -(-Q_LEN // size_q), -(-KV_LEN // size_kv)
     traced = trace_mods(None, mask_mod)
     graph = traced.program.mask
+    names = [capture.name for capture in traced.program.captures if not capture.is_number]
+    check_local(dict(zip(names, traced.tensors, strict=True)), "")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = torch.zeros(batch, heads, rows, columns, dtype=torch.int8, device=device)

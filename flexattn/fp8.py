@@ -17,7 +17,7 @@ from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, Granularit
 from flexattn.dispatch.spec import Operands, parse_format
 from flexattn.lengths import check_lengths_of
 from flexattn.ops import Settings
-from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_device, check_name, describe
+from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_device, check_local, check_name, describe
 
 __all__ = ["DelayedScaling", "QuantizedTensor", "Recipe", "dequantize", "quantize"]
 
@@ -297,15 +297,17 @@ def quantize_arguments(
     if fmt != kv_format:
         raise ValueError(f"qkv_format is {qkv_format!r}; accepted: the format of x, one of bshd, sbhd, bhsd, thd")
     cu_seqlens, cu_seqlens_padded, max_seqlen = lengths
+    check_local({"x": x, "cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}, ", whose amax is its own")
     longest = check_lengths_of(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen)
     how = (str(dtype).removeprefix("torch."), recipe.granularity, recipe.rows, recipe.margin, recipe.rotation)
     return (cu_seqlens, cu_seqlens_padded, longest, None, None, fmt, *how)
 
 
 class _Dequantized(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any,
         source: Tensor | None,
         data: Tensor,
         descale: Tensor,
@@ -315,8 +317,12 @@ class _Dequantized(torch.autograd.Function):
         block_rows: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.dtype = None if source is None else source.dtype
         return dequantize_one(data, descale, fmt, cu_seqlens, cu_seqlens_padded, block_rows, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        source = inputs[0]
+        ctx.dtype = None if source is None else source.dtype
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexattn.functional import attention
 from flexattn.mods.trace import Mod
-from flexattn.validation import check_meaning, describe
+from flexattn.validation import check_flags, check_meaning, describe
 from flexattn.warn import warn_once
 
 __all__ = ["Attention", "MultiheadAttention"]
@@ -142,7 +142,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 scores. It gets a gradient if it requires one.
             average_attn_weights: whether weights are [n, L, S], or [n, num_heads, L, S].
             is_causal: declares that attn_mask is the causal mask, which is then not read; without attn_mask, query i sees keys
-                j <= i. With add_bias_kv or add_zero_attn, attn_mask is read, because every query sees their keys.
+                j <= i. With add_bias_kv or add_zero_attn, attn_mask is read, because every query sees their keys. A mask that
+                requires a gradient is read too.
 
         Returns:
             out of query's shape. If a query sees no key, its row is out_proj's bias.
@@ -151,6 +152,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             ValueError, TypeError: shapes or dtypes do not fit together; a tensor is nested; errors of `flexattn.attention`.
             BackendError: no backend can run the call.
         """
+        check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
         self._check(query, key, value)
         batch_dim, seq_dim = (0, 1) if self.batch_first else (1, 0)
         is_batched = query.dim() == 3
@@ -171,7 +173,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._projected(query, key, value)
         if not is_batched:
             q, k, v = (x.unsqueeze(batch_dim) for x in (q, k, v))
-        is_band = is_causal and not extra
+        is_learned = torch.is_grad_enabled() and isinstance(attn_mask, Tensor) and attn_mask.requires_grad
+        is_band = is_causal and not extra and not is_learned
         sizes = (q.shape[batch_dim], self.num_heads, len_q, len_kv)
         masks = _mask_arguments(key_padding_mask, None if is_band else attn_mask, is_batched, sizes, extra)
         if "bias" in masks and masks["bias"].dtype not in (q.dtype, torch.float32):

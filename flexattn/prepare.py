@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -154,6 +155,8 @@ def prepare(
             (arguments["descale_q"], arguments["descale_k"], arguments["descale_v"]),
         ),
     )
+    if "torch.distributed.tensor" in sys.modules and type(q).__name__ != "DTensor":
+        validation.check_local(x._asdict(), ", or q, k and v as DTensors too")
     if dropout_p == 0.0:
         x = x._replace(rng_state=None)
     if out is not None:

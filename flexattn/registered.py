@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -67,6 +67,16 @@ def _later(module: str, name: str) -> Callable[..., Any]:
     return run
 
 
+def _refuse_vmap(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            f"flexattn::{name} has no rule for torch.vmap, as it may write to its arguments; call it outside of torch.vmap, for "
+            "all entries at once with the mapped dim as a part of the batch dim, or for one entry after another"
+        )
+
+    return refuse
+
+
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _name, (_schema, _module) in _OPERATORS.items():
     _library.define(f"{_name}{_schema}")
@@ -74,3 +84,5 @@ for _name, (_schema, _module) in _OPERATORS.items():
         _library.impl(_name, _later(_module, f"{_name}_implementation"), _key)
     # Fake tensors use this key too. `register_fake` would search for its caller in the files of all modules: 2 ms.
     _library.impl(_name, _later(_module, f"{_name}_fake"), "Meta")
+    if "!" in _schema:  # torch's own error names neither a cause nor a remedy
+        _library.impl(_name, _refuse_vmap(_name), "FuncTorchBatched")

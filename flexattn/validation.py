@@ -48,6 +48,14 @@ def check_flag(argument: str, value: object, *, optional: bool = False) -> None:
         raise TypeError(f"{argument} is {describe(value)}; accepted: True, False{', None' if optional else ''}")
 
 
+def check_flags(**flags: object) -> None:
+    """Raises TypeError unless each value is a bool, 0 or 1. Strings and tensors would count as True, or wait for the device."""
+    for name, value in flags.items():
+        is_bool = value is True or value is False or isinstance(value, torch.SymBool) or type(value).__name__ in ("bool", "bool_")
+        if not is_bool and not (isinstance(value, int) and value in (0, 1)):
+            raise TypeError(f"{name} is {describe(value)}; accepted: True, False")
+
+
 def check_number(argument: str, value: Any, limit: float, accepted: str) -> float:
     """Returns a real number or a 0-d tensor on a CPU as a Python number; raises unless 0 <= value <= limit.
 
@@ -306,6 +314,11 @@ def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q:
     checked = []
     for name, t in zip(names, tensors, strict=True):
         check_meaning(name, t)
+        if _is_dtensor(t) and not _is_dtensor(q):
+            raise TypeError(
+                f"{name}, which score_mod or mask_mod captures, is a DTensor; accepted: a plain tensor, such as {name}.to_local(); "
+                "or, if q is a DTensor, any tensor in score_mod_tensors"
+            )
         if t.device != q.device and not (t.dim() == 0 and t.device.type == "cpu"):
             raise ValueError(
                 f"{name}, which score_mod or mask_mod captures, is {describe(t)} and q is on {q.device}; accepted: the same "
@@ -313,6 +326,17 @@ def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q:
             )
         checked.append(t if t.device == q.device else t.to(q.device, non_blocking=True))
     return tuple(checked)
+
+
+def _is_dtensor(t: object) -> bool:
+    return type(t).__name__ == "DTensor"  # by name, because its import takes long
+
+
+def check_local(tensors: Mapping[str, Any], accepted: str) -> None:
+    """Raises TypeError for a DTensor, which torch cannot pass to an operator beside plain tensors."""
+    for name, t in tensors.items():
+        if _is_dtensor(t):
+            raise TypeError(f"{name} is a DTensor; accepted: a plain tensor, such as {name}.to_local(){accepted}")
 
 
 def check_scalars(softmax_scale: object, softcap: object, dropout_p: object) -> tuple[float | None, float, float]:

@@ -42,7 +42,7 @@ class Options(CommonOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], Return
 
 
 NUM_DESCALES = 3  # for q, k and v
-_OFFSET = 5  # index of softmax_offset in `CheckedCall.inputs`
+_OFFSET, _DESCALES = 5, 7  # indices of softmax_offset and of the first descale in `CheckedCall.inputs`
 NOT_TAKEN = {
     "batch_invariant": "False, because results depend on how the plan splits a sequence",
     **dict.fromkeys((*BOTH_SIDES, *LengthOptions.__annotations__), "lengths on the host, as `documents` of the plan"),
@@ -431,44 +431,56 @@ def _checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | N
     return call
 
 
+_Descales = tuple[Tensor | None, ...]  # for q, k and v in FP8
+
+
 class Forward(NamedTuple):
     """Results of a call, in bshd or thd, and the tensors that its backward needs."""
 
     results: Results
     saved: tuple[Tensor, ...]
-    descales: tuple[Tensor | None, ...]  # for q, k and v in FP8
+    descales: _Descales
 
 
 def run_forward(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None]) -> Forward:
     """Runs a call. tensors: `CheckedCall.inputs`."""
-    q, k, v, bias, slopes, offset, rng_state, *rest = tensors
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    fp8_call = runner.scores.fp8_call
-    descales: tuple[Tensor | None, ...] = tuple(rest[:NUM_DESCALES])
-    unquantised = q, k, v
-    if fp8_call is not None and fp8_call.config is not None:
-        (q, descale_q, _), (k, descale_k, _), (v, descale_v, _) = quantise.quantise_qkv(q, k, v, fp8_call, plan)
-        descales = descale_q, descale_k, descale_v
+    bias, slopes, offset, rng_state, *rest = tensors[3:]
+    (q, k, v), descales = _quantised(runner, plan, tensors)
     shared = Shared(bias, slopes, offset, rng_state, _present(descales), _present(rest[NUM_DESCALES:]))
     results, saved = runner.forward(q, k, v, shared)
+    fp8_call = runner.scores.fp8_call
     if fp8_call is not None and fp8_call.recipe.bf16_backward:
-        saved = (*unquantised, *saved[-2:])
+        saved = (*_present(tensors[:3]), *saved[-2:])
     return Forward(results, saved, descales)
 
 
 def resume_forward(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None], results: Results) -> Forward:
     """Returns the result of `run_forward` for the same arguments, from its results: only FP8 tensors and heads are made again."""
-    q, k, v = (t for t in tensors[:3] if t is not None)
     fp8_call = runner.scores.fp8_call
-    descales: tuple[Tensor | None, ...] = (None,) * NUM_DESCALES
+    descales: _Descales = (None,) * NUM_DESCALES
     if fp8_call is not None and fp8_call.recipe.bf16_backward:
-        return Forward(results, (q, k, v, *runner.gathered_results(results)), descales)
-    if fp8_call is not None:
-        (q, descale_q, _), (k, descale_k, _), (v, descale_v, _) = quantise.quantise_qkv(q, k, v, fp8_call, plan)
-        descales = descale_q, descale_k, descale_v
-    return Forward(results, (*runner.gathered(q, k, v), *runner.gathered_results(results)), descales)
+        saved = _present(tensors[:3])
+    else:
+        qkv, descales = _quantised(runner, plan, tensors)
+        saved = runner.gathered(*qkv)
+    return Forward(results, (*saved, *runner.gathered_results(results)), descales)
+
+
+def _quantised(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor, Tensor], _Descales]:
+    """Returns q, k and v as local calls take them, and their descales. tensors: `CheckedCall.inputs`.
+
+    Only a call with a config quantises. Without one, q, k and v are in FP8 already, with their descales, or the call has no FP8.
+    """
+    q, k, v = tensors[:3]
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    fp8_call = runner.scores.fp8_call
+    if fp8_call is None or fp8_call.config is None:
+        return (q, k, v), tuple(tensors[_DESCALES : _DESCALES + NUM_DESCALES])
+    quantised = quantise.quantise_qkv(q, k, v, fp8_call, plan)
+    q, k, v = (x.data for x in quantised)
+    return (q, k, v), tuple(x.descale for x in quantised)
 
 
 def run_backward(

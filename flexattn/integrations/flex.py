@@ -14,9 +14,10 @@ from torch import Tensor
 
 from flexattn import block_mask as block_masks
 from flexattn.functional import attention
+from flexattn.integrations.arguments import without_sign
 from flexattn.integrations.flex_maxima import row_maxima
 from flexattn.mods.trace import Mod
-from flexattn.validation import describe
+from flexattn.validation import check_flags, describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
@@ -61,10 +62,13 @@ def flex_attention(
         ValueError: if kernel_options has a name that torch does not document; also as `flexattn.attention`.
         BackendError: if no backend supports the call.
     """
+    check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     _check(query, key, value, enable_gqa)
     _check_kernel_options(kernel_options)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse is True and return_aux is set; accepted: one of them, such as return_aux=AuxRequest(lse=True)")
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        raise TypeError(f"return_aux is {describe(return_aux)}; accepted: torch's AuxRequest, or None")
     if return_aux is not None and return_aux.max_scores and torch.compiler.is_compiling():
         raise NotImplementedError(
             "return_aux requests max_scores within torch.compile; accepted: AuxRequest(lse=True), or a call outside of it; "
@@ -74,8 +78,7 @@ def flex_attention(
         _check_block_mask(block_mask, query, key)
     if key.shape[0] != query.shape[0]:
         key, value = _expand_batch(query, key, value, block_mask)
-    if scale is not None and scale < 0:
-        query, scale = -query, -scale
+    query, scale = without_sign(query, scale)
     arguments: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "softmax_scale": scale}
     out, lse = attention(query, key, value, qkv_format="bhsd", return_lse=True, **arguments)
     if return_aux is None:
@@ -118,6 +121,7 @@ def create_block_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
+    check_flags(separate_full_blocks=separate_full_blocks, compute_dq_write_order=compute_dq_write_order)
     if compute_dq_write_order:
         raise NotImplementedError(
             "compute_dq_write_order is True, which is for torch's FLASH kernels; accepted: False; for a deterministic backward, "

@@ -14,9 +14,10 @@ from torch.nn.functional import pad
 
 from flexattn.dispatch.spec import MaskType
 from flexattn.functional import attention
+from flexattn.integrations.arguments import without_sign
 from flexattn.masks import mask_arguments, mask_dtypes, one_batch
 from flexattn.shorthands import is_jagged
-from flexattn.validation import describe
+from flexattn.validation import check_flags, describe
 
 
 def scaled_dot_product_attention(
@@ -52,6 +53,7 @@ def scaled_dot_product_attention(
             `flexattn.attention`.
         BackendError: if no backend supports the call.
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_jagged(query) and is_jagged(key) and is_jagged(value) and attn_mask is None:
         mask: MaskType = "causal" if is_causal else "no_mask"
         return attention(query, key, value, qkv_format="bhsd", attn_mask_type=mask, softmax_scale=scale, dropout_p=dropout_p)
@@ -59,8 +61,7 @@ def scaled_dot_product_attention(
     heads, lead = _heads(query, key, value, enable_gqa)
     has_no_batch = query.dim() == key.dim() == value.dim() == 2
     q, k, v = (_as_4d(x, lead, h) for x, h in zip((query, key, value), heads, strict=True))
-    if scale is not None and scale < 0:
-        q, scale = -q, -scale
+    q, scale = without_sign(q, scale)
     arguments: dict[str, Any] = {
         "attn_mask_type": "causal" if is_causal else "no_mask",
         "softmax_scale": scale,
@@ -101,18 +102,23 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
     lead, heads = tuple(query.shape[:-3]), num_q
     if key.shape[:-3] == value.shape[:-3] == lead and num_q == num_k == num_v and query.dim() > 2:  # nothing to broadcast
         return (heads, heads, heads), lead
-    shapes = f"query, key and value have shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
     broadcast: Any = torch.broadcast_shapes  # untyped
     try:
         lead = tuple(broadcast(*(x.shape[:-3] for x in tensors)))
         heads = num_q if enable_gqa else broadcast((num_q,), (num_k,), (num_v,))[0]
     except RuntimeError as e:
         hint = "" if enable_gqa else "; to share heads of key and value, pass enable_gqa=True"
-        raise ValueError(f"{shapes}; accepted: dims before the last two that broadcast{hint}") from e
+        raise ValueError(f"{_shapes(tensors)}; accepted: dims before the last two that broadcast{hint}") from e
     if enable_gqa and (min(x.dim() for x in tensors) < 3 or (num_q > 0 and any(n == 0 or num_q % n for n in (num_k, num_v)))):
-        raise ValueError(f"{shapes} with enable_gqa; accepted: [..., heads, tokens, head dim], query's heads a multiple of both")
+        raise ValueError(
+            f"{_shapes(tensors)} with enable_gqa; accepted: [..., heads, tokens, head dim], query's heads a multiple of both"
+        )
     num_kv = num_k if num_k == num_v else heads
     return (heads, num_kv, num_kv), lead
+
+
+def _shapes(tensors: tuple[Tensor, ...]) -> str:
+    return f"query, key and value have shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
 
 
 def _as_4d(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.arguments import without_sign
 from flexattn.validation import describe
 
 # attn_mask_type by class, for a dense batch and for packed sequences
@@ -77,8 +78,7 @@ def memory_efficient_attention(
     if output_dtype not in (None, query.dtype):
         raise NotImplementedError(f"output_dtype is {output_dtype}; accepted: None or {query.dtype}; convert the result")
     q, k, v = _four_dims(query, key, value)
-    if scale is not None and scale < 0:
-        q, scale = -q, -scale
+    q, scale = without_sign(q, scale)
     arguments: dict[str, Any] = {"softmax_scale": scale, "dropout_p": p}
     name = type(attn_bias).__name__
     if name in _PACKED:

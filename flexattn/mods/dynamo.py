@@ -148,7 +148,9 @@ class _Recording:
             dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
             # A product: torch.compile keeps a changing float as an input only if it meets a tensor in arithmetic.
             return ("tensor", self._capture(torch.ones((), dtype=dtype, device=self.q.device) * x))
-        if isinstance(x, int) and not isinstance(x, bool) and not has_static_value(x):
+        if isinstance(x, int) and not isinstance(x, bool):
+            if has_static_value(x):
+                return ("constant", operator.index(x))  # also of a difference of sizes that are always equal
             return ("tensor", self._capture(torch.full((), x, dtype=torch.int64, device=self.q.device)))
         return ("constant", x)
 

@@ -451,3 +451,17 @@ def test_a_mod_that_dynamo_cannot_trace_breaks_the_graph(mod: Any) -> None:
     function = torch.compile(lambda *x: flexattn.attention(*x, score_mod=mod) + 1, backend="eager")
     for _ in range(3):
         torch.testing.assert_close(function(q, k, v), flexattn.attention(q, k, v, score_mod=mod) + 1)
+
+
+def test_mods_read_differences_of_dynamic_sizes() -> None:
+    """Where sizes are equal, their difference is a symbol with a fixed value."""
+    torch.compiler.reset()
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        shift = k.shape[1] - q.shape[1]
+        return flexattn.attention(q, k, k, mask_mod=lambda b, h, i, j: j <= i + shift)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    for lengths in ((8, 8), (5, 9)):
+        q, k = (torch.randn(1, length, 2, 16) for length in lengths)
+        torch.testing.assert_close(compiled(q, k), call(q, k))

@@ -87,9 +87,39 @@ lengths = {"attn_mask_type": "padding", "cu_seqlens_q": ends, "cu_seqlens_kv": e
 assert list(flexattn.attention(*qkv, **lengths).placements) == [Replicate()]
 """
 
+# Continues in the same process. A DTensor beside plain tensors, or in a mod, is refused by name.
+MIXED = """
+x, used = torch.randn(2, 8, 4, 16), torch.zeros(2, dtype=torch.int32)
+whole, heads = distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(torch.rand(4), mesh, [Replicate()])
+visible = distribute_tensor(torch.ones(8, 8, dtype=torch.bool), mesh, [Replicate()])
+score_mod = lambda score, b, h, i, j: score + heads[h]
+with_tensors = lambda score, b, h, i, j, slopes: score + slopes[h]
+cases = {
+    "heads, which score_mod": lambda: flexattn.attention(whole, whole, whole, score_mod=score_mod),
+    "visible, which": lambda: flexattn.attention(whole, whole, whole, mask_mod=lambda b, h, i, j: visible[i, j]),
+    "mask, which": lambda: flexattn.attention(whole, whole, whole, mask=visible),
+    "tensors_0, which": lambda: flexattn.attention(x, x, x, score_mod=with_tensors, score_mod_tensors=[heads]),
+    "bias is": lambda: flexattn.attention(x, x, x, bias=whole[:1].transpose(1, 2)[..., :8]),
+    "softmax_offset is": lambda: flexattn.attention(x, x, x, softmax_offset=heads),
+    "visible is": lambda: flexattn.create_block_mask(lambda b, h, i, j: visible[i, j], None, None, 8, 8, "cpu"),
+    "k_new is": lambda: flexattn.append_kv(x, x.clone(), whole, whole, seqused_kv=used),
+    "x is": lambda: flexattn.fp8.quantize(whole),
+}
+for name, call in cases.items():
+    try:
+        call()
+    except TypeError as error:
+        assert str(error).startswith(name) and "a DTensor; accepted: a plain tensor" in str(error), error
+    else:
+        raise AssertionError(name)
+with_heads = flexattn.attention(whole, whole, whole, score_mod=with_tensors, score_mod_tensors=[heads]).to_local()
+mod = lambda score, b, h, i, j, local=heads.to_local(): score + local[h]
+assert torch.equal(with_heads, flexattn.attention(x, x, x, score_mod=mod))
+"""
+
 
 def test_a_sharded_sequence_stays_so_whether_or_not_ranks_were_imported(forked_python: FreshPython) -> None:
-    ended = forked_python("-c", SHARDED_SEQUENCE)
+    ended = forked_python("-c", SHARDED_SEQUENCE + MIXED)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -138,6 +138,16 @@ def test_causal_hint_is_the_causal_mask(layer: str) -> None:
     )
 
 
+def test_a_learned_mask_is_read_whatever_the_causal_hint_says() -> None:
+    layers = pair()
+    inputs = inputs_of(layers[0])
+    mask = random(L, S, seed=5).masked_fill(torch.ones(L, S, dtype=torch.bool).triu(1), -torch.inf).requires_grad_()
+    out, want = (layer(*inputs, attn_mask=mask, need_weights=False, is_causal=layer is layers[1])[0] for layer in reversed(layers))
+    torch.testing.assert_close(out, want, **SAME)
+    got, expected = (torch.autograd.grad(t.sum(), mask)[0] for t in (out, want))
+    torch.testing.assert_close(got, expected, **SAME)
+
+
 @pytest.mark.parametrize("layer", ["plain", "all"])
 def test_without_a_batch(layer: str) -> None:
     layers = pair(**LAYERS[layer])

@@ -194,6 +194,36 @@ def test_vmap_alone_is_refused() -> None:
                 torch.vmap(lambda given, keys=keys: flexattn.attention(q, *keys, **given))(mapped)
 
 
+def test_operators_that_may_write_refuse_vmap() -> None:
+    x, used = torch.randn(3, 2, 4, 2, 16), torch.zeros(3, 2, dtype=torch.int32)
+    caches = torch.zeros(3, 2, 8, 2, 16), torch.zeros(3, 2, 8, 2, 16)
+
+    def append(k_cache: Tensor, v_cache: Tensor, new: Tensor, used: Tensor) -> Tensor:
+        flexattn.append_kv(k_cache, v_cache, new, new, seqused_kv=used)
+        return k_cache
+
+    for dims in ((0, 0, 0, 0), (None, None, 0, None), (0, 0, None, None), (None, None, None, 0)):
+        given = [t if dim == 0 else t[0] for t, dim in zip((*caches, x, used), dims, strict=True)]
+        with pytest.raises(RuntimeError, match=r"flexattn::append_kv has no rule for torch\.vmap.*outside of torch.vmap"):
+            torch.vmap(append, dims)(*given)
+    assert not caches[0].any()
+    with pytest.raises(RuntimeError, match=r"flexattn::quantize has no rule for torch\.vmap"):
+        torch.vmap(lambda x: flexattn.fp8.quantize(x).data)(x)
+
+
+def test_transforms_take_dequantize() -> None:
+    x = flexattn.fp8.quantize(torch.randn(2, 4, 2, 16))
+    descales = torch.rand(3, 1, 2, 1)
+    rows = torch.vmap(lambda descale: flexattn.fp8.dequantize(x._replace(descale=descale)))(descales)
+    assert torch.equal(rows, torch.stack([flexattn.fp8.dequantize(x._replace(descale=d)) for d in descales]))
+
+    def total(source: Tensor) -> Tensor:
+        return (flexattn.fp8.dequantize(x._replace(source=source)) * source.detach()).sum()
+
+    source = torch.randn(2, 4, 2, 16)
+    assert torch.equal(torch.func.grad(total)(source), source)
+
+
 def test_a_call_beside_a_transform_is_none_of_its_business() -> None:
     q, k, v = (t.detach() for t in qkv())
     want = flexattn.attention(q, k, v)

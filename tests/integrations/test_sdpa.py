@@ -312,3 +312,10 @@ def test_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "sdpa.md").read_text("utf-8")
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(code, {"__name__": "page"})
+
+
+def test_dynamic_shapes_with_shared_heads_compile() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="eager")
+    q, kv = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 7, 16)
+    torch.testing.assert_close(compiled(q, kv, kv, enable_gqa=True), ours(q, kv, kv, enable_gqa=True))

@@ -21,7 +21,7 @@ PUBLIC = (
     ),
     "flexattn.testing",
 )
-INNER = ("flexattn.integrations.flex_maxima",)  # a part of another
+INNER = ("flexattn.integrations.arguments", "flexattn.integrations.flex_maxima")  # parts of others
 
 
 def test_navigation_names_every_page_once(tracked_files: list[Path]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flexattn.validation import describe
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Returns the rows of input [n, ...] at indices, int64 [m], as [m, ...]."""
@@ -30,6 +32,9 @@ def unpad_input(
         (tokens, indices, cu_seqlens, max_seqlen, lengths). tokens are [total, ...], and indices their positions in [b * s], int64.
         cu_seqlens is int32 [b + 1]. lengths are the sequences' lengths without the unused tokens, int32 [b].
     """
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.shape != hidden_states.shape[:2]:
+            raise ValueError(f"{name} is {describe(mask)}; accepted: shape {tuple(hidden_states.shape[:2])}, as of hidden_states")
     present = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = present.sum(-1)
     indices = present.flatten().nonzero().flatten()

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flexattn.integrations.arguments import check_fit
+from flexattn.validation import describe
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -60,6 +63,20 @@ def to_block_mask(blocks: Any, mask_mod: Callable[..., Any] | None, seqlens: tup
             f"{'None' if blocks.cu_total_m_blocks is None else 'set'}; accepted: block_size (queries, keys), and lists of a dense "
             "batch with cu_total_m_blocks None"
         )
+    given: dict[str, tuple[object, str]] = {
+        "mask_block_cnt": (blocks.mask_block_cnt, "b h rows"),
+        "mask_block_idx": (blocks.mask_block_idx, "b h rows columns"),
+    }
+    if blocks.full_block_cnt is not None:
+        given |= {
+            "full_block_cnt": (blocks.full_block_cnt, "b h rows"),
+            "full_block_idx": (blocks.full_block_idx, "b h rows full_columns"),
+        }
+    check_fit(**given)
+    for name in given:
+        lists = getattr(blocks, name)
+        if lists.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"block_sparse_tensors.{name} is {describe(lists)}; accepted: integers, int32")
     key_blocks = -(-seqlens[1] // blocks.block_size[1])
     return BlockMask.from_kv_blocks(
         blocks.mask_block_cnt.to(torch.int32),

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.arguments import check_offsets, window_sides
 from flexattn.integrations.flash_attn import block_sparsity, flash_attn_3, sequences
 from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
-from flexattn.integrations.flash_attn.options import Options, named, refuse
+from flexattn.integrations.flash_attn.options import Options, named, refuse, with_qv
 from flexattn.integrations.flash_attn.sequences import Lengths
+from flexattn.validation import check_flags
 
 __version__ = "4.0.0"
 
@@ -62,13 +64,14 @@ def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
 
 def _window(causal: bool, window_size: Window) -> Window:
     """Returns the window, with the causal mask applied. If the sides' sum is below 0, both are open, as in FlashAttention."""
-    left, right = (side if side is None else int(side) for side in window_size)
+    left, right = window_sides(window_size, "None")
     right = 0 if causal else right
     return (None, 0 if causal else None) if left is not None and right is not None and left + right < 0 else (left, right)
 
 
 def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Any]:
     """Returns masks, windows and mods under `attention`'s names."""
+    check_flags(causal=options.causal)
     left, right = _window(options.causal, extras.window_size)
     mods = _mods(extras, q, k)
     if extras.mask_mod is not None and (left, right) != (None, None):
@@ -113,16 +116,21 @@ def _attend(
     q: Lengths, k: Lengths, tensors: tuple[Tensor, Tensor | None], options: Options, extras: _Extras
 ) -> tuple[Tensor, Tensor]:
     v, qv = tensors
-    if k.table is not None and needs_gradient(q.x, k.x, v):
+    optional = (qv, extras.learnable_sink)
+    given = tuple(t for t in optional if t is not None)
+    if k.table is not None and needs_gradient(q.x, k.x, v, *given):
 
         def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
-            return _attend(q._replace(x=x[0]), k._replace(x=x[1]), (x[2], qv), options, extras)
+            rest = iter(x[3:])
+            own_qv, sink = (None if t is None else next(rest) for t in optional)
+            lengths = q._replace(x=x[0]), k._replace(x=x[1])
+            return _attend(*lengths, (x[2], own_qv), options, extras._replace(learnable_sink=sink))
 
-        return forward_only(attend, (q.x, k.x, v), PAGES)
+        return forward_only(attend, (q.x, k.x, v, *given), PAGES)
     queries, keys = q.x, k.x
     has_shared_kv = keys is v and v.shape[-1] == 512
     if qv is not None:  # q k^T + qv v^T is one product of longer rows
-        queries, keys = torch.cat((queries, qv), -1), torch.cat((keys, v), -1)
+        queries, keys = with_qv(queries, qv, keys, v)
     out, lse = attention(
         queries,
         keys,
@@ -137,6 +145,7 @@ def _attend(
 
 def _results(out: Tensor, lse: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Returns out and lse. Without return_lse, lse is detached if out has a gradient, and else None, as in FlashAttention."""
+    check_flags(return_lse=return_lse)
     return out, lse if return_lse else lse.detach() if out.requires_grad else None
 
 
@@ -266,6 +275,7 @@ def flash_attn_varlen_func(
     mods = score_mod, mask_mod, aux_tensors, aux_scalars
     extras = _Extras(window_size, learnable_sink, *mods, block_sparse_tensors, gather_kv_indices)
     queries, keys, qv = _queries(q, k, v, qv)
+    check_offsets(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths_q = Lengths(queries, cu_seqlens_q, seqused_q, max_seqlen_q)
     lengths_k = Lengths(keys, cu_seqlens_k, seqused_k, max_seqlen_k, page_table)
     out, lse = _attend(lengths_q, lengths_k, (v, qv), options, extras)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.arguments import check_fit, check_index_tensor, check_offsets, int_of
 from flexattn.integrations.flash_attn import kv_cache, sequences
 from flexattn.integrations.flash_attn.forward_only import FP8, forward_only, needs_gradient
-from flexattn.integrations.flash_attn.options import Options, named
+from flexattn.integrations.flash_attn.options import Options, named, with_qv
 from flexattn.integrations.flash_attn.sequences import Lengths
 from flexattn.packed_tensors import unpack
+from flexattn.validation import check_flags, describe
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -32,11 +34,14 @@ class _Extras(NamedTuple):
     def named(self, groups: int, diagonal: int | Tensor) -> dict[str, Any]:
         """Returns descales and chunks under `attention`'s names; groups is the number of query heads per key head."""
         descale_q, descale_k, descale_v = self.descales
+        chunk = int_of("attention_chunk", self.attention_chunk)
+        if chunk < 0:
+            raise ValueError(f"attention_chunk is {chunk}; accepted: the size of the chunks, or 0 for none")
         return {
             "descale_q": None if descale_q is None else descale_q.repeat_interleave(groups, -1),
             "descale_k": descale_k,
             "descale_v": descale_v,
-            "mask_mod": sequences.chunked(self.attention_chunk, diagonal) if self.attention_chunk else None,
+            "mask_mod": sequences.chunked(chunk, diagonal) if chunk else None,
         }
 
 
@@ -50,7 +55,7 @@ def _attend(q: Lengths, k: Lengths, v: Tensor, options: Options, extras: _Extras
     is_padded = any(x is not None for x in (q.cu_seqlens, k.cu_seqlens, q.used, k.used))
     queries, keys = q.x, k.x
     if extras.qv is not None:  # q k^T + qv v^T is one product of concatenated rows
-        queries, keys = torch.cat((queries, extras.qv), -1), torch.cat((keys, v), -1)
+        queries, keys = with_qv(queries, extras.qv, keys, v)
     out, lse = attention(
         queries,
         keys,
@@ -61,6 +66,11 @@ def _attend(q: Lengths, k: Lengths, v: Tensor, options: Options, extras: _Extras
         **(sequences.named(q, k) if is_padded else {}),
     )
     return out, lse
+
+
+def _results(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Result:
+    check_flags(return_attn_probs=return_attn_probs)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_func(
@@ -100,7 +110,7 @@ def flash_attn_func(
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
     out, lse = _attend(Lengths(q, None, None), Lengths(k, None, None), v, options, extras)
-    return (out, lse) if return_attn_probs else out
+    return _results(out, lse, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -144,7 +154,7 @@ def flash_attn_qkvpacked_func(
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     extras = _Extras(None, (q_descale, k_descale, v_descale), attention_chunk)
     out, lse = _attend(Lengths(q, None, None), Lengths(k, None, None), v, options, extras)
-    return (out, lse) if return_attn_probs else out
+    return _results(out, lse, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -187,11 +197,12 @@ def flash_attn_varlen_func(
 
     Raises the errors of `flexattn.attention`.
     """
+    check_offsets(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
     lengths_q, lengths_k = Lengths(q, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(k, cu_seqlens_k, seqused_k, max_seqlen_k)
     out, lse = _attend(lengths_q, lengths_k, v, options, extras)
-    return (out, lse) if return_attn_probs else out
+    return _results(out, lse, return_attn_probs)
 
 
 @torch.no_grad()
@@ -250,10 +261,18 @@ def flash_attn_with_kvcache(
         ValueError: if k, v and cache_seqlens do not come together, or rotary_cos, rotary_sin and k.
         ValueError: if a sequence outgrows its row (checked on a CPU or under FLEXATTN_CHECK=1).
     """
+    check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     kv_cache.check_new(k, v, cache_seqlens)
-    b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    check_offsets(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
+    batch = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    kv_cache.check_shapes((q, k_cache, v_cache, k, v), batch, cu_seqlens_k_new is not None)
+    b = q.shape[0] if batch is None else batch
+    if cu_seqlens_k_new is not None:
+        check_index_tensor("cu_seqlens_k_new", cu_seqlens_k_new, ((b + 1,),))
     options = Options(0.0, softmax_scale, causal, window_size, softcap)
     cache = kv_cache.make_cache((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    if rotary_seqlens is not None:
+        check_index_tensor("rotary_seqlens", rotary_seqlens, ((b,),))
     starts = cache.end if rotary_seqlens is None else rotary_seqlens.long()
     rotary = kv_cache.make_rotary(rotary_cos, rotary_sin, rotary_interleaved, starts, k)
     queries = kv_cache.make_tokens(q, cu_seqlens_q)
@@ -263,8 +282,10 @@ def flash_attn_with_kvcache(
         new_k, new_v = (kv_cache.make_tokens(x, cu_seqlens_k_new) for x in (k, v))
         cache = kv_cache.append(cache, new_k, new_v, rotary)
     if qv is not None:
-        queries = queries._replace(values=torch.cat((queries.values, qv.reshape(-1, *qv.shape[-2:])), -1))
-        cache = cache._replace(k=torch.cat((k_cache, v_cache), -1))
+        if qv.shape[:-1] != q.shape[:-1]:
+            raise ValueError(f"qv is {describe(qv)} and q {describe(q)}; accepted: the same dims but the last")
+        rows, keys = with_qv(queries.values, qv.flatten(0, -3), k_cache, v_cache)
+        queries, cache = queries._replace(values=rows), cache._replace(k=keys)
     lengths_q = Lengths(q, cu_seqlens_q, None, max_seqlen_q)
     starts_q = lengths_q.cumulative()
     extras = _Extras(None, (q_descale, k_descale, v_descale), attention_chunk)
@@ -287,6 +308,15 @@ def flash_attn_combine(
         out: [b, sq, h, d_v], the result's destination. None: a new tensor.
         out_dtype: out's dtype; None is out_partial's.
     """
+    tokens = "b s" if isinstance(out_partial, Tensor) and out_partial.dim() == 5 else "t"
+    check_fit(
+        out_partial=(out_partial, f"parts {tokens} h d_v"),
+        lse_partial=(lse_partial, f"parts {tokens} h"),
+        **({} if out is None else {"out": (out, f"{tokens} h d_v")}),
+    )
+    for name, t in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out)):
+        if t is not None and (not t.is_floating_point() or (name == "lse_partial" and t.dtype.itemsize == 1)):
+            raise TypeError(f"{name} is {describe(t)}; accepted: a floating dtype")
     largest = lse_partial.amax(0).clamp_min(torch.finfo(lse_partial.dtype).min)  # avoids nan if a part has no keys
     weights = (lse_partial - largest).exp()
     total = weights.sum(0)

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.arguments import check_fit, int_of
 from flexattn.integrations.flash_attn import kv_cache
 from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named, with_options_of
 from flexattn.packed_tensors import unpack
+from flexattn.validation import check_flags
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def _attend(tensors: tuple[Tensor, ...], options: Options, return_attn_probs: bool, packed: dict[str, Any] | None = None) -> Result:
+    check_flags(return_attn_probs=return_attn_probs)
     if return_attn_probs and options.dropout_p > 0.0:
         raise NotImplementedError(
             f"return_attn_probs is True and dropout_p is {options.dropout_p}, but the matrix with dropout is never computed; "
@@ -48,8 +51,8 @@ def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_s
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_kv": cu_seqlens_k,
-        "max_seqlen_q": int(max_seqlen_q),
-        "max_seqlen_kv": int(max_seqlen_k),
+        "max_seqlen_q": int_of("max_seqlen_q", max_seqlen_q),
+        "max_seqlen_kv": int_of("max_seqlen_k", max_seqlen_k),
     }
 
 
@@ -91,6 +94,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named_optio
         q, kv: [b, sq, h, d] and [b, sk, 2, h_k, d].
         options: the arguments of `flash_attn_func` after v. Its errors are raised too.
     """
+    check_fit(kv=(kv, "b s 2 h_k d"))
     k, v = unpack(kv, 2)
     return flash_attn_func(q, k, v, *options, **named_options)
 
@@ -103,6 +107,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named_options: Any) 
         qkv: [b, s, 3, h, d].
         options: the arguments of `flash_attn_func` after v. Its errors are raised too.
     """
+    check_fit(qkv=(qkv, "b s 3 h d"))
     q, k, v = unpack(qkv, 2)
     return flash_attn_func(q, k, v, *options, **named_options)
 
@@ -163,6 +168,7 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`.
         options: the arguments of `flash_attn_func` after v, with softmax_lse [h, total_q]. Its errors are raised too.
     """
+    check_fit(kv=(kv, "t 2 h_k d"))
     k, v = unpack(kv, 1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **named_options)
 
@@ -178,6 +184,7 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens, max_seqlen: int32 [b + 1], the sequences' offsets, and the total; the longest length.
         options: the arguments of `flash_attn_func` after v, with softmax_lse [h, total]. Its errors are raised too.
     """
+    check_fit(qkv=(qkv, "t 3 h d"))
     q, k, v = unpack(qkv, 1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options)
 
@@ -227,7 +234,9 @@ def flash_attn_with_kvcache(
         ValueError: if k, v and cache_seqlens do not come together, or rotary_cos, rotary_sin and k.
         ValueError: if a sequence outgrows its row (checked on a CPU or under FLEXATTN_CHECK=1).
     """
+    check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     kv_cache.check_new(k, v, cache_seqlens)
+    kv_cache.check_shapes((q, k_cache, v_cache, k, v))
     b, sq = q.shape[:2]
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     cache = kv_cache.make_cache((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)

@@ -26,7 +26,7 @@ class _ForwardOnly(torch.autograd.Function):
 
 def needs_gradient(*tensors: Tensor) -> bool:
     """Returns whether gradients are enabled and one of the tensors requires one."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def forward_only(attend: Callable[..., T], tensors: tuple[Tensor, ...], why: str) -> T:

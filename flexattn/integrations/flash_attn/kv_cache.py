@@ -9,10 +9,11 @@ from torch import Tensor
 
 from flexattn.append import append_kv
 from flexattn.functional import attention
+from flexattn.integrations.arguments import check_fit, check_index_tensor, int_of
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.rotary import Rotary, rotate
 from flexattn.integrations.flash_attn.sequences import Mask
-from flexattn.validation import are_values_read
+from flexattn.validation import are_values_read, describe
 
 
 class Tokens(NamedTuple):
@@ -66,14 +67,26 @@ def make_cache(
     caches: k_cache and v_cache. seqlens, batch_idx, leftpad: the arguments that begin with cache_. table: block_table.
     """
     k_cache, v_cache = caches
+    if table is not None:
+        check_fit(k_cache=(k_cache, "pages page_size h_k d"), block_table=(table, "b columns"))
     if batch_idx is not None:
+        check_index_tensor("cache_batch_idx", batch_idx, ((b,),))
         batch_idx = _rows(batch_idx, (k_cache if table is None else table).shape[0])
     if table is not None:
         table = table[:b] if batch_idx is None else table[batch_idx]
+    if isinstance(seqlens, Tensor):
+        check_index_tensor("cache_seqlens", seqlens, ((), (b,)))
+    elif seqlens is not None:
+        seqlens = int_of("cache_seqlens", seqlens)
+    if leftpad is not None:
+        check_index_tensor("cache_leftpad", leftpad, ((b,),))
     device, longest = k_cache.device, k_cache.shape[1] * (1 if table is None else table.shape[1])
     end = torch.as_tensor(longest if seqlens is None else seqlens, device=device).long().expand(b)
     row = torch.arange(b, device=device) if batch_idx is None else batch_idx
     start = torch.zeros_like(end) if leftpad is None else leftpad.long()
+    for name, values in (("cache_seqlens", end), ("cache_leftpad", start)):
+        if are_values_read(values) and bool((values < 0).any()):
+            raise ValueError(f"{name} is {values.tolist()}; accepted: numbers of tokens, at least 0")
     return Cache(k_cache, v_cache, row, start, end, batch_idx is not None, leftpad is not None, table)
 
 
@@ -95,12 +108,13 @@ def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
             raise TypeError(f"{name} has dtype {new.dtype} and {name}_cache has {cached.dtype}; accepted: the same for both")
     lengths = k.cu_seqlens.diff()
     check_room(cache, lengths)
+    new_v = v.values if v.values.stride(-1) == 1 else v.values.contiguous()
     new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.position)
     append_kv(
         cache.k,
         cache.v,
-        new_k,
-        v.values,
+        new_k if new_k.stride(-1) == 1 else new_k.contiguous(),
+        new_v,
         seqused_kv=cache.end.int(),
         page_table=cache.row.int()[:, None] if cache.table is None else cache.table,  # a row is a page
         qkv_format="thd_2bshd",
@@ -189,7 +203,28 @@ def make_rotary(cos: Tensor | None, sin: Tensor | None, is_interleaved: bool, st
             "rotary_cos, rotary_sin or k is missing; accepted: neither rotary_cos nor rotary_sin, or both with k and v, because "
             "only new tokens are rotated; without new tokens, rotate q before the call"
         )
+    check_fit(rotary_cos=(cos, "positions r/2"), rotary_sin=(sin, "positions r/2"), k=(k, " ".join("abcd"[: k.dim()])))
+    r = 2 * cos.shape[-1]
+    if r > k.shape[-1] or not (cos.is_floating_point() and sin.is_floating_point()):
+        raise ValueError(
+            f"rotary_cos is {describe(cos)} and rotary_sin {describe(sin)}; accepted: two floating tensors [positions, r / 2], "
+            f"with r of at most the head dim, {k.shape[-1]}"
+        )
     return Rotary(cos, sin, is_interleaved, starts)
+
+
+def check_shapes(tensors: tuple[Tensor | None, ...], batch: int | None = None, has_packed_keys: bool = False) -> None:
+    """Raises unless q, k_cache, v_cache, k and v fit each other. k and v may be None. batch: the sequences of packed queries."""
+    q, k_cache, v_cache, k, v = tensors
+    queries, new = ("b s", "b n") if batch is None else ("t", f"{batch} n")
+    new = "t_new" if has_packed_keys else new
+    given = {
+        "q": (q, f"{queries} h d"),
+        "k_cache": (k_cache, "rows size h_k d"),
+        "v_cache": (v_cache, "rows size h_k d_v"),
+    }
+    added = {} if k is None else {"k": (k, f"{new} h_k d"), "v": (v, f"{new} h_k d_v")}
+    check_fit(**given, **added)
 
 
 def check_new(k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None) -> None:

@@ -6,7 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
+
+from flexattn.integrations.arguments import check_fit, window_sides
+from flexattn.validation import check_flags
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,7 +30,8 @@ class Options(NamedTuple):
 def named(options: Options, is_padded: bool) -> dict[str, Any]:
     """Returns the options under `attention`'s names. is_padded: whether the sequences have different lengths."""
     prefix = "padding_" if is_padded else ""
-    left, right = (-1 if side < 0 else int(side) for side in options.window_size)
+    check_flags(causal=options.causal)
+    left, right = (-1 if side is None or side < 0 else side for side in window_sides(options.window_size))
     if options.causal:
         mask, right = prefix + "causal_bottom_right", 0
     else:
@@ -41,6 +46,16 @@ def named(options: Options, is_padded: bool) -> dict[str, Any]:
         "alibi_slopes": options.alibi_slopes,
         "deterministic": options.deterministic or None,
     }
+
+
+def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the rows whose product is q k^T + qv v^T. Raises if the tensors do not fit, or differ in dtype."""
+    rows, keys = ("t" if isinstance(q, Tensor) and q.dim() == 3 else "b s"), ("t_k" if k.dim() == 3 else "rows s_k")
+    check_fit(q=(q, f"{rows} h d"), qv=(qv, f"{rows} h d_v"), v=(v, f"{keys} h_k d_v"), k=(k, f"{keys} h_k d"))
+    if not q.dtype == qv.dtype == k.dtype == v.dtype:
+        dtypes = ", ".join(str(x.dtype) for x in (q, qv, k, v))
+        raise TypeError(f"q, qv, k and v have dtypes {dtypes}; accepted: one dtype")
+    return torch.cat((q, qv), -1), torch.cat((k, v), -1)
 
 
 def refuse(name: str, value: object, instead: str) -> None:

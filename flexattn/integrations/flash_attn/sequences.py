@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.integrations.arguments import check_index_tensor, int_of
+
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -33,9 +35,16 @@ class Lengths(NamedTuple):
         """Capacity of a sequence in tokens, without cu_seqlens."""
         return int(self.x.shape[1]) * (1 if self.table is None else self.table.shape[1])
 
+    def longest_packed(self, side: str) -> int | None:
+        """Returns the longest of the sequences with cu_seqlens, as the caller gives it."""
+        return None if self.max_seqlen is None else int_of(f"max_seqlen_{side}", self.max_seqlen)
+
     def cumulative(self) -> Tensor:
         """Returns 0 and the running sum of the lengths, int32 [b + 1]."""
         if self.used is not None:
+            sequences = self.x.shape[:1] if self.table is None else self.table.shape[:1]
+            shape = tuple(sequences) if self.cu_seqlens is None else (self.cu_seqlens.shape[0] - 1,)
+            check_index_tensor("seqused", self.used, (shape,))
             return torch.cat((self.used.new_zeros(1), self.used.cumsum(0))).int()
         if self.cu_seqlens is not None:
             return self.cu_seqlens
@@ -46,9 +55,9 @@ class Lengths(NamedTuple):
         """Returns the lengths under `attention`'s names; side is q or kv."""
         result: dict[str, object] = {f"cu_seqlens_{side}": self.cumulative()}
         if self.table is not None:
-            result |= {"page_table": self.table, f"max_seqlen_{side}": None if self.max_seqlen is None else int(self.max_seqlen)}
+            result |= {"page_table": self.table, f"max_seqlen_{side}": self.longest_packed(side)}
         elif self.cu_seqlens is not None:
-            result[f"max_seqlen_{side}"] = None if self.max_seqlen is None else int(self.max_seqlen)
+            result[f"max_seqlen_{side}"] = self.longest_packed(side)
             result[f"cu_seqlens_{side}_padded"] = None if self.used is None else self.cu_seqlens
         return result
 

@@ -25,7 +25,7 @@ from flexattn.integrations.te.policies import DISPATCHES, calls_of, check_call, 
 from flexattn.integrations.te.quantizers import in_fp8
 from flexattn.integrations.te.recipe import Recipe, active_recipe
 from flexattn.integrations.te.score_mod import TEScoreMod
-from flexattn.validation import check_count, check_name, describe
+from flexattn.validation import check_count, check_flag, check_flags, check_name, describe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,6 +103,9 @@ class DotProductAttention(torch.nn.Module):
             check_count(argument, count, 1, "an int of at least 1")
         if len(dims) != 2:
             raise ValueError(f"kv_channels is {kv_channels!r}; accepted: an int, or a pair (head dim of q and k, of v)")
+        check_flags(sequence_parallel=sequence_parallel, return_max_logit=return_max_logit)
+        check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
+        check_count("tp_size", tp_size, 1, "an int of at least 1, the ranks of tensor parallelism")
         ranks = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if not isinstance(attention_dropout, (int, float)) or not 0 <= attention_dropout < 1:
@@ -242,6 +245,13 @@ class DotProductAttention(torch.nn.Module):
             ValueError, TypeError: if an argument is invalid; the text names it, its value and the accepted values.
             BackendError: if no kernel supports the call; the text gives the reasons.
         """
+        check_flags(checkpoint_core_attention=checkpoint_core_attention, fp8_output=fp8_output, bf16_backward=bf16_backward)
+        for name, flag in (("bottom_right_diagonal", bottom_right_diagonal), ("pad_between_seqs", pad_between_seqs)):
+            check_flag(name, flag, optional=True)
+        if inference_params is not None and not isinstance(inference_params, InferenceParams):
+            raise TypeError(
+                f"inference_params is {describe(inference_params)}; accepted: an InferenceParams of flexattn.integrations.te"
+            )
         fmt = self.qkv_format if qkv_format is None else qkv_format
         check_name("qkv_format", fmt, FORMATS)
         check_name("core_attention_bias_type", core_attention_bias_type, tuple(AttnBiasType))

@@ -25,7 +25,7 @@ from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttn
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
 from flexattn.likeness import PLAIN
 from flexattn.packed_tensors import joined
-from flexattn.validation import check_name, describe
+from flexattn.validation import check_flags, check_name, describe
 
 _BIASES = ("pre_scale_bias", "post_scale_bias")
 _BOTTOM_RIGHT = ("causal_bottom_right", "padding_causal_bottom_right")
@@ -117,6 +117,8 @@ def fused_attn_fwd(
     call = _static_call(_kind_of(fused_attention_backend), _hashable(names), _window(window_size), bottom_right_diagonal)
     _check_operands(call, q, attn_bias)
     _check_callable("o_quantizer", o_quantizer)
+    check_flags(is_training=is_training)
+    _refuse_unread(call, attn_bias, softmax_offset)
     page_table = _page_table(call, page_table_k, page_table_v)
     arguments = call.arguments.copy()
     arguments["softmax_scale"] = attn_scale
@@ -341,6 +343,19 @@ def _window(window_size: object) -> tuple[int, int]:
     if len(sides_as_int) != 2 or sides_as_int[0] is None or sides_as_int[1] is None:
         raise ValueError(f"window_size is {describe(window_size)}; accepted: a pair of ints (left, right), inclusive, -1 for open")
     return sides_as_int[0], sides_as_int[1]
+
+
+def _refuse_unread(call: _Call, attn_bias: Tensor | None, softmax_offset: Tensor | None) -> None:
+    """Raises ValueError for a tensor that the call's types do not read. TransformerEngine passes zeros with off-by-one."""
+    if attn_bias is not None and not call.has_bias:
+        bias_type = call.arguments["bias_type"]
+        raise ValueError(f"attn_bias is given with attn_bias_type {bias_type!r}; accepted: None, or {' or '.join(_BIASES)}")
+    if softmax_offset is None:
+        return
+    if call.arguments["softmax_type"] == "vanilla":
+        raise ValueError("softmax_offset is given with softmax_type 'vanilla'; accepted: None, or softmax_type 'learnable'")
+    if isinstance(softmax_offset, Tensor) and softmax_offset.numel() not in softmax_offset.shape:
+        raise ValueError(f"softmax_offset is {describe(softmax_offset)}; accepted: [1, h, 1, 1] or [h]")
 
 
 def _kind_of(backend: object) -> FusedAttnBackend:

@@ -14,6 +14,7 @@ from flexattn.integrations.transformers.keywords import check_keywords
 from flexattn.integrations.transformers.masks import Band, Packed, Visible
 from flexattn.integrations.transformers.patterns import MaskFunction
 from flexattn.integrations.transformers.selection import selection_of, with_sinks
+from flexattn.validation import describe
 from flexattn.warn import warn_once
 
 
@@ -177,6 +178,7 @@ def _read(mask: Tensor | Visible | BlockMask, query: Tensor, key: Tensor) -> _Ma
             "flexattn.integrations.transformers.register() does"
         )
     if mask.dtype != torch.bool:
+        _check_added("attention_mask", mask, "bool, True for a visible key, or floating point, added to the scores")
         return _MaskArguments(bias=mask[..., :skv])
     has_batch, has_heads, has_queries = (int(size > 1) for size in shape[:3])
     return _MaskArguments(mask_mod=lambda b, h, q_idx, kv_idx: mask[b * has_batch, h * has_heads, q_idx * has_queries, kv_idx])
@@ -185,8 +187,14 @@ def _read(mask: Tensor | Visible | BlockMask, query: Tensor, key: Tensor) -> _Ma
 def _add_biases(mask: Tensor | None, position_bias: Tensor | None, keys: int) -> Tensor | None:
     if position_bias is None:
         return mask
+    _check_added("position_bias", position_bias, "floating point")
     position_bias = position_bias[..., :keys]
     return position_bias if mask is None else position_bias + mask
+
+
+def _check_added(name: str, t: Tensor, accepted: str) -> None:
+    if not t.is_floating_point():
+        raise TypeError(f"{name} is {describe(t)}; accepted: {accepted}")
 
 
 def _packed(
@@ -201,12 +209,16 @@ def _packed(
 def _packed_side(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Packed:
     if isinstance(max_length, Tensor):  # not readable while a graph is made; None means the number of tokens
         max_length = None if is_traced() else int(max_length)
+    if cu_seq_lens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seq_lens_q or cu_seq_lens_k is {describe(cu_seq_lens)}; accepted: integers, int32 or int64")
     return Packed(cu_seq_lens.to(torch.int32), max_length)
 
 
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, band: Band, packed: tuple[Packed, Packed], arguments: dict[str, Any]
 ) -> Tensor:
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(f"query has batch {query.shape[0]} and key {key.shape[0]}; accepted: one batch size")
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     packed_q, packed_k = packed
     out: Tensor = attention(

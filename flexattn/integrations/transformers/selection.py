@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.validation import describe
+
 
 class Selection(NamedTuple):
     """Lists of keys, `kv_indices` of `attention`, and the keys and values that they are for."""
@@ -45,6 +47,9 @@ def selection_of(
     """
     if indices is not None and block_indices is not None:
         raise ValueError("indices and block_indices are passed; accepted: one of the two")
+    for name, given in (("indices", indices), ("block_indices", block_indices)):
+        if given is not None and given.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} is {describe(given)}; accepted: integers, int32 or int64")
     if indices is not None:
         return Selection(indices, key, value)
     if block_indices is None:
@@ -68,4 +73,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     out: [b, h, sq, d]. lse: [b, h, sq]. sinks: [b, h, sq, 1]. All are differentiable.
     """
+    shape = (*lse.shape, 1)
+    does_fit = sinks.dim() == 4 and all(size in (1, full) for size, full in zip(sinks.shape, shape, strict=True))
+    if not does_fit or not sinks.is_floating_point():
+        raise ValueError(f"sinks is {describe(sinks)}; accepted: floating point, {list(shape)}, any dim of which may be 1")
     return out * torch.sigmoid(lse[..., None] - sinks.to(lse.dtype)).to(out.dtype)
