@@ -120,6 +120,105 @@ class TileRange(NamedTuple):
 
 
 @triton.jit
+def key_lists(lists, b, h, first_row, visible, META: tl.constexpr):
+    # Returns the blocks of keys that BLOCK_M queries see.
+    row = b * lists.stride_b + h * lists.stride_h + first_row // META.BLOCK_SIZE_Q
+    return load_block_lists(lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
+
+
+@triton.jit
+def query_lists(lists, b, h, first_column, visible, META: tl.constexpr):
+    # Returns the blocks of queries that see BLOCK_N keys.
+    row = b * lists.stride_b + h * lists.stride_h + first_column // META.BLOCK_SIZE_KV
+    return load_block_lists(lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
+
+
+@triton.jit
+def every_tile(visible, lists, b, h, first_row, META: tl.constexpr):
+    # Returns all tiles of keys that BLOCK_M queries see, for one loop.
+    if META.BLOCK_SIZE_Q > 0:
+        blocks = key_lists(lists, b, h, first_row, visible, META)
+        return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
+    else:
+        return TileRange(begin=visible.begin, end=visible.end, listed=None)
+
+
+class Loops(NamedTuple):
+    """The tiles of the other side that a block of rows sees, in the three ranges of `tiles_of_loop`, inside a kernel."""
+
+    begin: int | tl.tensor
+    full_begin: int | tl.tensor
+    full_end: tl.tensor
+    rest_begin: int | tl.tensor
+    end: tl.tensor
+    full: Any  # with a block mask a `TileList`
+    rest: Any
+
+
+@triton.jit
+def _loops(visible, blocks):
+    if blocks is None:
+        return Loops(
+            begin=visible.begin,
+            full_begin=visible.full_begin,
+            full_end=visible.full_end,
+            rest_begin=visible.full_end,
+            end=visible.end,
+            full=None,
+            rest=None,
+        )
+    else:
+        return Loops(
+            begin=0,
+            full_begin=0,
+            full_end=blocks.num_full_tiles,
+            rest_begin=0,
+            end=blocks.num_tiles,
+            full=full_tiles(blocks),
+            rest=other_tiles(blocks),
+        )
+
+
+@triton.jit
+def key_loops(visible, lists, b, h, first_row, META: tl.constexpr):
+    # For the queries from first_row on.
+    return _loops(visible, key_lists(lists, b, h, first_row, visible, META) if META.BLOCK_SIZE_Q > 0 else None)
+
+
+@triton.jit
+def query_loops(visible, lists, b, h, first_column, META: tl.constexpr):
+    # For the keys from first_column on.
+    return _loops(visible, query_lists(lists, b, h, first_column, visible, META) if META.BLOCK_SIZE_Q > 0 else None)
+
+
+@triton.constexpr_function
+def first_loop(META):
+    """Returns the first loop over keys of `tiles_of_loop` that may have tiles."""
+    return 0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1
+
+
+@triton.jit
+def tiles_of_loop(loops, LOOP: tl.constexpr):
+    # 0: the tiles that the band's first side cuts; 1: the tiles that every row sees, which need no mask; 2: the tiles that the
+    # band's other side or the end cuts. With a block mask, 1: full blocks; 2: all other blocks.
+    return TileRange(
+        begin=loops.begin if LOOP == 0 else (loops.full_begin if LOOP == 1 else loops.rest_begin),
+        end=loops.full_begin if LOOP == 0 else (loops.full_end if LOOP == 1 else loops.end),
+        listed=loops.full if LOOP == 1 else loops.rest,
+    )
+
+
+@triton.jit
+def cut_tiles(loops, part, META: tl.constexpr):
+    # Returns the tiles of loop 0 if `part` is 0, otherwise the tiles of loop 2, for one loop over both.
+    if META.BLOCK_SIZE_Q > 0:
+        return tiles_of_loop(loops, 2)
+    else:
+        begin = loops.begin if part == 0 else loops.rest_begin
+        return TileRange(begin=begin, end=loops.full_begin if part == 0 else loops.end, listed=None)
+
+
+@triton.jit
 def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     # Returns (first row of tile t, whether its block is full)
     tiles: tl.constexpr = SIZE // BLOCK

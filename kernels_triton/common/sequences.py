@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,3 +28,39 @@ def load_sequence(lengths, b, IS_RAGGED: tl.constexpr):
     if lengths.seqused_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths.seqused_ptr + b), 0), tl.minimum(length, lengths.max_seqlen))
     return start, length
+
+
+class QueryBlock(NamedTuple):
+    """A program's block of queries of one head, and the sequence of its keys, inside a kernel."""
+
+    b: tl.tensor
+    h: tl.tensor
+    block: tl.tensor  # the block's number, of `blocks` of the longest sequence
+    blocks: tl.tensor
+    first_row: tl.tensor
+    start_q: int | tl.tensor
+    len_q: tl.tensor
+    start_kv: int | tl.tensor
+    len_kv: tl.tensor
+
+
+@triton.jit
+def query_block_of(pid, inputs, META: tl.constexpr):
+    # Under a causal band the last block has the most work, so it is first.
+    blocks = tl.cdiv(inputs.lengths_q.max_seqlen, META.BLOCK_M)
+    block = blocks - 1 - pid % blocks
+    h = pid // blocks % inputs.num_heads
+    b = pid // blocks // inputs.num_heads
+    start_q, len_q = load_sequence(inputs.lengths_q, b, META.IS_RAGGED_Q)
+    start_kv, len_kv = load_sequence(inputs.lengths_kv, b, META.IS_RAGGED_KV)
+    return QueryBlock(
+        b=b,
+        h=h,
+        block=block,
+        blocks=blocks,
+        first_row=block * META.BLOCK_M,
+        start_q=start_q,
+        len_q=len_q,
+        start_kv=start_kv,
+        len_kv=len_kv,
+    )
