@@ -220,11 +220,15 @@ def cut_tiles(loops, part, META: tl.constexpr):
 
 @triton.jit
 def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    # Returns (first row of tile t, whether its block is full)
-    tiles: tl.constexpr = SIZE // BLOCK
-    block = t // tiles
-    is_full = block >= listed.num_masked
-    place = block - listed.num_masked
-    place += tl.where(place >= listed.skip_from, listed.skipped, 0)
-    pointer = tl.where(is_full, listed.full_ptr + place, listed.masked_ptr + block)
-    return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full
+    # Returns (first row of tile t of a `TileList`, whether its block is full). listed is None if there is no block mask: tile t
+    # then begins at row t.
+    if listed is None:
+        return t, False
+    else:
+        tiles: tl.constexpr = SIZE // BLOCK
+        block = t // tiles
+        is_full = block >= listed.num_masked
+        place = block - listed.num_masked
+        place += tl.where(place >= listed.skip_from, listed.skipped, 0)
+        pointer = tl.where(is_full, listed.full_ptr + place, listed.masked_ptr + block)
+        return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full

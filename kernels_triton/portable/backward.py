@@ -92,17 +92,15 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
     k_pointer = block.k_base + tl.cast(tiles.begin, tl.int64) * block.k_step
     v_pointer = block.v_base + tl.cast(tiles.begin, tl.int64) * block.v_step
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n = t
-        is_full = False
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
             k_pointer = block.k_base + tl.cast(n, tl.int64) * block.k_step
             v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
         columns = n + tl.arange(0, BLOCK_N)
         k0 = load_tile(k_pointer, block.k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         v0 = load_tile(v_pointer, block.v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
-        dp = tl.dot(block.dout0, tl.trans(v0), input_precision=META.PRECISION)
+        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
+        dp = tl.dot(block.dout0, tl.trans(v0), input_precision=META.PRECISION)  # dP = dO V^T
         if META.QK1 > 0:
             k1 = load_tile(k_pointer, block.k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(block.q1, tl.trans(k1), qk, input_precision=META.PRECISION)
@@ -128,7 +126,7 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
                 dq1 += fp8_product(ds, block.k_t, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED) * descale
         else:
             ds = ds.to(k0.dtype)
-            dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
+            dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)  # dQ += dS K
             if META.QK1 > 0:
                 dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
@@ -331,10 +329,8 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
     q_pointer = own_block.q_base + tl.cast(tiles.begin, tl.int64) * own_block.q_step
     dout_pointer = own_block.dout_base + tl.cast(tiles.begin, tl.int64) * own_block.dout_step
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_M):
-        m = t
-        is_full = False
+        m, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, BLOCK_M)
         if META.BLOCK_SIZE_Q > 0:
-            m, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, BLOCK_M)
             q_pointer = own_block.q_base + tl.cast(m, tl.int64) * own_block.q_step
             dout_pointer = own_block.dout_base + tl.cast(m, tl.int64) * own_block.dout_step
         rows = m + tl.arange(0, BLOCK_M)
@@ -349,8 +345,8 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
                 dout_of_v1 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             lse_log2, delta = make_row_statistics(dout0, dout_of_v1, args.saved, None, own_block.queries, m, META)
             statistics = RowStatistics(lse_log2=lse_log2, delta=delta, p_scale=tl.full([1], 1.0, tl.float32))
-        kq = tl.dot(block.k0, tl.trans(q0), input_precision=META.PRECISION)
-        dp = tl.dot(block.v0, tl.trans(dout0), input_precision=META.PRECISION)
+        kq = tl.dot(block.k0, tl.trans(q0), input_precision=META.PRECISION)  # S = K Q^T
+        dp = tl.dot(block.v0, tl.trans(dout0), input_precision=META.PRECISION)  # dP = V dO^T
         if META.QK1 > 0:
             q1 = load_tile(q_pointer, own_block.q_offsets, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             kq = tl.dot(block.k1, tl.trans(q1), kq, input_precision=META.PRECISION)
@@ -384,12 +380,12 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
         else:
             if args.dv.ptr is not None:
                 p = p.to(dout0.dtype)
-                dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
+                dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)  # dV += P dO
                 if META.V1 > 0:
                     dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
             if args.dk.ptr is not None:
                 ds = ds.to(q0.dtype)
-                dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
+                dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)  # dK += dS Q
                 if META.QK1 > 0:
                     dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:

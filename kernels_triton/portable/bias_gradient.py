@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from flexattn.kernels_triton.common.arguments import BlockKinds, Inputs, Pointer
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.fp8_tiles import descaled_products
 from flexattn.kernels_triton.common.heads import head_of
-from flexattn.kernels_triton.common.lse_rows import load_large
+from flexattn.kernels_triton.common.lse_rows import load_large, lse_row
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
@@ -44,6 +44,63 @@ class Arguments(NamedTuple):
     dlse_ptr: Pointer  # None: 0
     dbias: BiasParts
     statistics: Statistics
+
+
+class _Pair(NamedTuple):
+    """A block of queries and a block of keys of one head."""
+
+    b: tl.tensor
+    h: tl.tensor
+    first_row: tl.tensor
+    first_column: tl.tensor
+    start_q: int | tl.tensor
+    len_q: tl.tensor
+    start_kv: int | tl.tensor
+    len_kv: tl.tensor
+    shift: tl.tensor
+    large: Any
+
+
+@triton.jit
+def _visibility(pair, args, META: tl.constexpr):
+    # Returns (whether any query of a pair of blocks sees any key by the band and the block mask, whether the block mask calls the
+    # pair full)
+    band = args.inputs.band
+    is_visible = (pair.first_row < pair.len_q) & (pair.first_column < pair.len_kv)
+    if META.HAS_LEFT:
+        is_visible = is_visible & (pair.first_column + META.BLOCK_N - 1 - pair.first_row - pair.shift >= -band.left)
+    if META.HAS_RIGHT:
+        is_visible = is_visible & (pair.first_column - (pair.first_row + META.BLOCK_M - 1) - pair.shift <= band.right)
+    is_full = False
+    if META.BLOCK_SIZE_Q > 0:
+        kinds = args.kinds
+        row = pair.b * kinds.stride_b + pair.h * kinds.stride_h + pair.first_row // META.BLOCK_SIZE_Q
+        place = tl.cast(row, tl.int64) * kinds.length + pair.first_column // META.BLOCK_SIZE_KV
+        kind = tl.load(kinds.ptr + place, mask=is_visible)
+        is_visible = is_visible & (kind > 0)
+        is_full = kind == 2
+    return is_visible, is_full
+
+
+@triton.jit
+def _row_gradient(pair, args, META: tl.constexpr):
+    # Returns the gradient of a number that is added to all scores of a row
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    inputs = args.inputs
+    b, h, first_row, start_q, len_q = pair.b, pair.h, pair.first_row, pair.start_q, pair.len_q
+    num_heads, num_tokens_q = inputs.num_heads, inputs.lengths_q.num_tokens
+    rows = first_row + tl.arange(0, BLOCK_M)
+    first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+    statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
+    row_gradient = tl.zeros([BLOCK_M], tl.float32)
+    if META.HAS_SINK:
+        p_sink = sink_probability(inputs.softmax_offset_ptr, statistics.lse_log2, pair.large, b, h, rows, len_q, META)
+        row_gradient = p_sink * statistics.delta
+    if args.dlse_ptr is not None:
+        row = lse_row(b, h, num_heads, num_tokens_q, start_q, META)
+        row_gradient += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+    # 0 for a row that sees nothing or does not exist. With a sink and no key, the two terms cancel except for rounding.
+    return tl.where((statistics.lse_log2 == float("inf")) | (pair.len_kv == 0), 0.0, row_gradient)
 
 
 @kernel
@@ -96,34 +153,21 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         large = load_large(args.statistics.large_ptr, args.statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
         first_row = m * BLOCK_M
         first_column = n * BLOCK_N
-        is_visible = (first_row < len_q) & (first_column < len_kv)
-        if META.HAS_LEFT:
-            is_visible = is_visible & (first_column + BLOCK_N - 1 - first_row - shift >= -inputs.band.left)
-        if META.HAS_RIGHT:
-            is_visible = is_visible & (first_column - (first_row + BLOCK_M - 1) - shift <= inputs.band.right)
-        is_full = False
-        if META.BLOCK_SIZE_Q > 0:
-            row = b * args.kinds.stride_b + h * args.kinds.stride_h + first_row // META.BLOCK_SIZE_Q
-            kind = tl.load(
-                args.kinds.ptr + tl.cast(row, tl.int64) * args.kinds.length + first_column // META.BLOCK_SIZE_KV, mask=is_visible
-            )
-            is_visible = is_visible & (kind > 0)
-            is_full = kind == 2
+        pair = _Pair(
+            b=b,
+            h=h,
+            first_row=first_row,
+            first_column=first_column,
+            start_q=start_q,
+            len_q=len_q,
+            start_kv=start_kv,
+            len_kv=len_kv,
+            shift=shift,
+            large=large,
+        )
+        is_visible, is_full = _visibility(pair, args, META)
         if BY_ROWS:
-            rows = first_row + tl.arange(0, BLOCK_M)
-            first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-            statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
-            row_gradient = tl.zeros([BLOCK_M], tl.float32)
-            if META.HAS_SINK:
-                row_gradient = (
-                    sink_probability(inputs.softmax_offset_ptr, statistics.lse_log2, large, b, h, rows, len_q, META)
-                    * statistics.delta
-                )
-            if args.dlse_ptr is not None:
-                row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
-                row_gradient += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
-            # 0 for a row that sees nothing or does not exist. With a sink and no key, the two terms cancel except for rounding.
-            row_gradient = tl.where((statistics.lse_log2 == float("inf")) | (len_kv == 0), 0.0, row_gradient)
+            row_gradient = _row_gradient(pair, args, META)
             total_by_row += row_gradient * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else row_gradient
         elif is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)
@@ -135,14 +179,14 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
             head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
             q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
             k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
-            qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
+            qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T
             if META.QK1 > 0:
                 q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
                 k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
                 qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
             dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
             v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, 0, META.V0, META.HEAD_DIM_V, True)
-            dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
+            dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)  # dP = dO V^T
             if META.V1 > 0:
                 dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
                 v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, META.V0, META.V1, META.HEAD_DIM_V, True)

@@ -96,10 +96,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     k_pointer = block.k_base + tl.cast(tiles.begin, tl.int64) * block.k_step
     v_pointer = block.v_base + tl.cast(tiles.begin, tl.int64) * block.v_step
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n = t
-        is_full = False
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
             k_pointer = block.k_base + tl.cast(n, tl.int64) * block.k_step
             v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
         k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k_offsets, v_pointer, block.v_offsets
@@ -112,7 +110,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         if META.IS_KV_FP8:
             k0 = k0.to(block.q0.dtype)
-        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
+        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
         if META.QK1 > 0:
             k1 = load_tile(k_tile, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             if META.IS_KV_FP8:
@@ -173,7 +171,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             if META.HAS_TOKEN_SCALES_V:
                 v0 = (v0.to(tl.float32) * descale_v).to(block.q0.dtype)
             p = p.to(v0.dtype)
-            acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)
+            acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)  # O += P V
             if META.V1 > 0:
                 v1 = load_tile(v_tile, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 if META.IS_KV_FP8:
