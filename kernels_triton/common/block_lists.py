@@ -144,39 +144,22 @@ def every_tile(visible, lists, b, h, first_row, META: tl.constexpr):
 
 
 class Loops(NamedTuple):
-    """The tiles of the other side that a block of rows sees, in the three ranges of `tiles_of_loop`, inside a kernel."""
+    """The tiles of the other side that a block of rows sees, for three loops over a `TileRange`, inside a kernel."""
 
-    begin: int | tl.tensor
-    full_begin: int | tl.tensor
-    full_end: tl.tensor
-    rest_begin: int | tl.tensor
-    end: tl.tensor
-    full: Any  # with a block mask a `TileList`
-    rest: Any
+    first: Any  # the tiles that the band's first side cuts; none with a block mask
+    full: TileRange  # the tiles that every row sees, which need no mask
+    rest: TileRange  # the tiles that the band's other side or the end cuts; with a block mask, all that are not full
 
 
 @triton.jit
 def _loops(visible, blocks):
     if blocks is None:
-        return Loops(
-            begin=visible.begin,
-            full_begin=visible.full_begin,
-            full_end=visible.full_end,
-            rest_begin=visible.full_end,
-            end=visible.end,
-            full=None,
-            rest=None,
-        )
+        first = TileRange(begin=visible.begin, end=visible.full_begin, listed=None)
+        full = TileRange(begin=visible.full_begin, end=visible.full_end, listed=None)
+        return Loops(first=first, full=full, rest=TileRange(begin=visible.full_end, end=visible.end, listed=None))
     else:
-        return Loops(
-            begin=0,
-            full_begin=0,
-            full_end=blocks.num_full_tiles,
-            rest_begin=0,
-            end=blocks.num_tiles,
-            full=full_tiles(blocks),
-            rest=other_tiles(blocks),
-        )
+        full = TileRange(begin=0, end=blocks.num_full_tiles, listed=full_tiles(blocks))
+        return Loops(first=None, full=full, rest=TileRange(begin=0, end=blocks.num_tiles, listed=other_tiles(blocks)))
 
 
 @triton.jit
@@ -193,29 +176,8 @@ def query_loops(visible, lists, b, h, first_column, META: tl.constexpr):
 
 @triton.constexpr_function
 def first_loop(META):
-    """Returns the first loop over keys of `tiles_of_loop` that may have tiles."""
+    """Returns the place in `Loops` of the first loop over keys that may have tiles."""
     return 0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1
-
-
-@triton.jit
-def tiles_of_loop(loops, LOOP: tl.constexpr):
-    # 0: the tiles that the band's first side cuts; 1: the tiles that every row sees, which need no mask; 2: the tiles that the
-    # band's other side or the end cuts. With a block mask, 1: full blocks; 2: all other blocks.
-    return TileRange(
-        begin=loops.begin if LOOP == 0 else (loops.full_begin if LOOP == 1 else loops.rest_begin),
-        end=loops.full_begin if LOOP == 0 else (loops.full_end if LOOP == 1 else loops.end),
-        listed=loops.full if LOOP == 1 else loops.rest,
-    )
-
-
-@triton.jit
-def cut_tiles(loops, part, META: tl.constexpr):
-    # Returns the tiles of loop 0 if `part` is 0, otherwise the tiles of loop 2, for one loop over both.
-    if META.BLOCK_SIZE_Q > 0:
-        return tiles_of_loop(loops, 2)
-    else:
-        begin = loops.begin if part == 0 else loops.rest_begin
-        return TileRange(begin=begin, end=loops.full_begin if part == 0 else loops.end, listed=None)
 
 
 @triton.jit

@@ -30,14 +30,9 @@ def load_sequence(lengths, b, IS_RAGGED: tl.constexpr):
     return start, length
 
 
-class QueryBlock(NamedTuple):
-    """A program's block of queries of one head, and the sequence of its keys, inside a kernel."""
+class Sequence(NamedTuple):
+    """Locations of the queries and the keys of one sequence, inside a kernel."""
 
-    b: tl.tensor
-    h: tl.tensor
-    block: tl.tensor  # the block's number, of `blocks` of the longest sequence
-    blocks: tl.tensor
-    first_row: tl.tensor
     start_q: int | tl.tensor
     len_q: tl.tensor
     start_kv: int | tl.tensor
@@ -45,22 +40,29 @@ class QueryBlock(NamedTuple):
 
 
 @triton.jit
-def query_block_of(pid, inputs, META: tl.constexpr):
+def sequence_of(lengths_q, lengths_kv, b, META: tl.constexpr):
+    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
+    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
+    return Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
+
+
+class Program(NamedTuple):
+    """A program's block of queries or of keys of one head, inside a kernel."""
+
+    b: tl.tensor
+    h: tl.tensor
+    block: tl.tensor  # the block's number, of `blocks` of the longest sequence
+    blocks: tl.tensor
+    sequence: Sequence
+    split: int | tl.tensor = 0  # of the query heads that share the keys
+
+
+@triton.jit
+def program_of_queries(pid, inputs, META: tl.constexpr):
     # Under a causal band the last block has the most work, so it is first.
     blocks = tl.cdiv(inputs.lengths_q.max_seqlen, META.BLOCK_M)
     block = blocks - 1 - pid % blocks
     h = pid // blocks % inputs.num_heads
     b = pid // blocks // inputs.num_heads
-    start_q, len_q = load_sequence(inputs.lengths_q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(inputs.lengths_kv, b, META.IS_RAGGED_KV)
-    return QueryBlock(
-        b=b,
-        h=h,
-        block=block,
-        blocks=blocks,
-        first_row=block * META.BLOCK_M,
-        start_q=start_q,
-        len_q=len_q,
-        start_kv=start_kv,
-        len_kv=len_kv,
-    )
+    sequence = sequence_of(inputs.lengths_q, inputs.lengths_kv, b, META)
+    return Program(b=b, h=h, block=block, blocks=blocks, sequence=sequence)

@@ -17,12 +17,11 @@ from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Parts, Pointer, Rows, Saved, Statistics
 from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
 from flexattn.kernels_triton.common.block_lists import (
-    cut_tiles,
+    TileRange,
     first_loop,
     key_loops,
     listed_tile,
     query_loops,
-    tiles_of_loop,
 )
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
 from flexattn.kernels_triton.common.dropout import dropout_keep
@@ -42,7 +41,7 @@ from flexattn.kernels_triton.common.row_statistics import (
     statistics_row,
 )
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
-from flexattn.kernels_triton.common.sequences import load_sequence, query_block_of
+from flexattn.kernels_triton.common.sequences import Program, program_of_queries, sequence_of
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.tile_memory import StoredRows, load_parts, load_tile, store_parts, zero_parts
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, cdiv
@@ -147,16 +146,14 @@ class DqArguments(NamedTuple):
 
 
 @triton.jit
-def _clear_dq(args, block, META: tl.constexpr):
+def _clear_dq(args, own, first_row, META: tl.constexpr):
     # Writes zeros into rows of dq without a token. Returns the row up to which the block itself stores zeros.
-    lengths_q = args.inputs.lengths_q
-    first_row = block.first_row
-    base = row_pointer(args.dq, block.b, block.h, block.start_q, META)
+    start_q, slot, _start_kv, _len_kv = own.sequence
+    base = row_pointer(args.dq, own.b, own.h, start_q, META)
     step, offsets = row_steps(args.dq.stride_s, META.BLOCK_M, META)
-    slot = block.len_q
     if META.HAS_LENGTHS:
-        is_last = block.block == block.blocks - 1
-        padding = padding_rows(lengths_q, block.b, block.start_q, slot, first_row, is_last, META.BLOCK_M, META.IS_RAGGED_Q)
+        is_last = own.block == own.blocks - 1
+        padding = padding_rows(args.inputs.lengths_q, own.b, start_q, slot, first_row, is_last, META.BLOCK_M, META.IS_RAGGED_Q)
         slot = padding.slot
         clear_padding(base, step, offsets, padding, META.HEAD_DIM_QK, META.QK0, META.QK1, META.IS_RAGGED_Q)
     return slot, offsets
@@ -172,11 +169,12 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     statistics = args.statistics
     num_heads = inputs.num_heads
     num_tokens_q = inputs.lengths_q.num_tokens
-    own = query_block_of(pid, inputs, META)
-    b, h, first_row = own.b, own.h, own.first_row
-    start_q, len_q, start_kv, len_kv = own.start_q, own.len_q, own.start_kv, own.len_kv
+    own = program_of_queries(pid, inputs, META)
+    b, h = own.b, own.h
+    start_q, len_q, start_kv, len_kv = own.sequence
+    first_row = own.block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    slot_q, dq_offsets = _clear_dq(args, own, META)
+    slot_q, dq_offsets = _clear_dq(args, own, first_row, META)
     if META.HAS_LENGTHS:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if first_row >= len_q:
             if META.HAS_OFFSET:
@@ -233,7 +231,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     dq = zero_parts(BLOCK_M, QK0, QK1)
     sums = _QuerySums(dq0=dq.first, dq1=dq.second, row_sum=tl.zeros([BLOCK_M], tl.float32))
     for LOOP in tl.static_range(first_loop(META), 3):
-        tiles = tiles_of_loop(loops, LOOP)
+        tiles = loops[LOOP]
         if LOOP == 1 or tiles.begin < tiles.end:  # a loop without iterations still costs its pipeline's prologue
             sums = _attn_bwd_dq_loop(sums, own_block, tiles, inputs, MODS, LOOP != 1, META)
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + inputs.scores.scale
@@ -394,23 +392,9 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
     return _KeySums(dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1)
 
 
-class _KeyProgram(NamedTuple):
-    """A program of dk and dv: a block of keys of one head, and a split of the query heads that share it."""
-
-    b: tl.tensor
-    h_kv: tl.tensor
-    split: int | tl.tensor
-    block: tl.tensor  # the block's number, of `blocks` of the longest sequence
-    blocks: tl.tensor
-    first_column: tl.tensor
-    start_q: int | tl.tensor
-    len_q: tl.tensor
-    start_kv: int | tl.tensor
-    len_kv: tl.tensor
-
-
 @triton.jit
-def _key_program(pid, args, META: tl.constexpr):
+def _program_of_keys(pid, args, META: tl.constexpr):
+    # Returns the program, whose h is a key head.
     inputs = args.inputs
     num_heads = inputs.num_heads
     blocks = tl.cdiv(inputs.lengths_kv.max_seqlen, META.BLOCK_N)
@@ -421,20 +405,8 @@ def _key_program(pid, args, META: tl.constexpr):
         split = pid // blocks % args.num_splits
         h_kv = pid // blocks // args.num_splits % num_heads_kv
         b = pid // blocks // args.num_splits // num_heads_kv
-    start_q, len_q = load_sequence(inputs.lengths_q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(inputs.lengths_kv, b, META.IS_RAGGED_KV)
-    return _KeyProgram(
-        b=b,
-        h_kv=h_kv,
-        split=split,
-        block=block,
-        blocks=blocks,
-        first_column=block * META.BLOCK_N,
-        start_q=start_q,
-        len_q=len_q,
-        start_kv=start_kv,
-        len_kv=len_kv,
-    )
+    sequence = sequence_of(inputs.lengths_q, inputs.lengths_kv, b, META)
+    return Program(b=b, h=h_kv, block=block, blocks=blocks, sequence=sequence, split=split)
 
 
 @triton.jit
@@ -442,12 +414,22 @@ def _clear_gradient(
     x, stride_split, own, padding, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr
 ):
     # Writes zeros into rows of dk or dv without a token. Returns the first row of its sequence and head, and `row_steps`.
-    base = row_pointer(x, own.b, own.h_kv, own.start_kv, META)
+    base = row_pointer(x, own.b, own.h, own.sequence.start_kv, META)
     base += tl.cast(own.split, tl.int64) * stride_split * META.ALIGN
     step, offsets = row_steps(x.stride_s, META.BLOCK_N, META)
     if META.HAS_LENGTHS:
         clear_padding(base, step, offsets, padding, HEAD_DIM, WIDTH0, WIDTH1, META.IS_RAGGED_KV)
     return base, step, offsets
+
+
+@triton.jit
+def _cut_tiles(loops, part, META: tl.constexpr):
+    # Returns the tiles of `loops.first` if `part` is 0, otherwise of `loops.rest`, for one loop over both.
+    if META.BLOCK_SIZE_Q > 0:
+        return loops.rest
+    else:
+        begin = loops.first.begin if part == 0 else loops.rest.begin
+        return TileRange(begin=begin, end=loops.first.end if part == 0 else loops.rest.end, listed=None)
 
 
 @triton.jit
@@ -464,9 +446,10 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     statistics = args.statistics
     num_heads = inputs.num_heads
     group_size = inputs.group_size
-    own = _key_program(pid, args, META)
-    b, h_kv, first_column = own.b, own.h_kv, own.first_column
-    start_q, len_q, start_kv, len_kv = own.start_q, own.len_q, own.start_kv, own.len_kv
+    own = _program_of_keys(pid, args, META)
+    b, h_kv, split = own.b, own.h, own.split
+    start_q, len_q, start_kv, len_kv = own.sequence
+    first_column = own.block * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     slot_kv = len_kv
     padding = None
@@ -507,8 +490,8 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     first_head, num_heads_of_split = h_kv, 1
     if META.IS_GROUPED:
         heads_per_split = tl.cdiv(group_size, args.num_splits)
-        first_head = h_kv * group_size + own.split * heads_per_split
-        num_heads_of_split = tl.minimum(heads_per_split, group_size - own.split * heads_per_split)
+        first_head = h_kv * group_size + split * heads_per_split
+        num_heads_of_split = tl.minimum(heads_per_split, group_size - split * heads_per_split)
     large = load_large(statistics.large_ptr, statistics.large_lse_ptr, num_heads, lengths_q.num_tokens, start_q, META)
     for head_in_split in range(num_heads_of_split):
         h = first_head + head_in_split
@@ -540,9 +523,9 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         loops = query_loops(visible, args.lists, b, h, first_column, META)
         for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the loop with cut blocks
             first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1
-            last_part = 1 + tl.cast(loops.full_end < loops.end, tl.int32) if phase == 1 and META.BLOCK_SIZE_Q == 0 else 2
+            last_part = 1 + tl.cast(loops.rest.begin < loops.rest.end, tl.int32) if phase == 1 and META.BLOCK_SIZE_Q == 0 else 2
             for part in range(first_part, last_part):
-                tiles = cut_tiles(loops, part, META) if phase == 1 else tiles_of_loop(loops, 1)
+                tiles = _cut_tiles(loops, part, META) if phase == 1 else loops.full
                 sums = _attn_bwd_dkdv_loop(sums, key_block, own_block, tiles, args, MODS, phase == 1, META)
     is_real = (columns < len_kv)[:, None]
     if args.dk.ptr is not None:

@@ -18,7 +18,7 @@ from flexattn.kernels_triton.common.lse_rows import load_large, lse_row
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
-from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sequences import Sequence, sequence_of
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
@@ -51,12 +51,9 @@ class _Pair(NamedTuple):
 
     b: tl.tensor
     h: tl.tensor
+    sequence: Sequence
     first_row: tl.tensor
     first_column: tl.tensor
-    start_q: int | tl.tensor
-    len_q: tl.tensor
-    start_kv: int | tl.tensor
-    len_kv: tl.tensor
     shift: tl.tensor
     large: Any
 
@@ -66,7 +63,7 @@ def _visibility(pair, args, META: tl.constexpr):
     # Returns (whether any query of a pair of blocks sees any key by the band and the block mask, whether the block mask calls the
     # pair full)
     band = args.inputs.band
-    is_visible = (pair.first_row < pair.len_q) & (pair.first_column < pair.len_kv)
+    is_visible = (pair.first_row < pair.sequence.len_q) & (pair.first_column < pair.sequence.len_kv)
     if META.HAS_LEFT:
         is_visible = is_visible & (pair.first_column + META.BLOCK_N - 1 - pair.first_row - pair.shift >= -band.left)
     if META.HAS_RIGHT:
@@ -87,7 +84,8 @@ def _row_gradient(pair, args, META: tl.constexpr):
     # Returns the gradient of a number that is added to all scores of a row
     BLOCK_M: tl.constexpr = META.BLOCK_M
     inputs = args.inputs
-    b, h, first_row, start_q, len_q = pair.b, pair.h, pair.first_row, pair.start_q, pair.len_q
+    b, h, first_row = pair.b, pair.h, pair.first_row
+    start_q, len_q, _start_kv, len_kv = pair.sequence
     num_heads, num_tokens_q = inputs.num_heads, inputs.lengths_q.num_tokens
     rows = first_row + tl.arange(0, BLOCK_M)
     first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
@@ -100,7 +98,7 @@ def _row_gradient(pair, args, META: tl.constexpr):
         row = lse_row(b, h, num_heads, num_tokens_q, start_q, META)
         row_gradient += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
     # 0 for a row that sees nothing or does not exist. With a sink and no key, the two terms cancel except for rounding.
-    return tl.where((statistics.lse_log2 == float("inf")) | (pair.len_kv == 0), 0.0, row_gradient)
+    return tl.where((statistics.lse_log2 == float("inf")) | (len_kv == 0), 0.0, row_gradient)
 
 
 @kernel
@@ -147,24 +145,13 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
         h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
         b = first_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
-        start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
-        start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
+        sequence = sequence_of(lengths_q, lengths_kv, b, META)
+        start_q, len_q, start_kv, len_kv = sequence
         shift = (len_kv - len_q) * inputs.band.bottom_right
         large = load_large(args.statistics.large_ptr, args.statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
         first_row = m * BLOCK_M
         first_column = n * BLOCK_N
-        pair = _Pair(
-            b=b,
-            h=h,
-            first_row=first_row,
-            first_column=first_column,
-            start_q=start_q,
-            len_q=len_q,
-            start_kv=start_kv,
-            len_kv=len_kv,
-            shift=shift,
-            large=large,
-        )
+        pair = _Pair(b=b, h=h, sequence=sequence, first_row=first_row, first_column=first_column, shift=shift, large=large)
         is_visible, is_full = _visibility(pair, args, META)
         if BY_ROWS:
             row_gradient = _row_gradient(pair, args, META)

@@ -22,7 +22,7 @@ from flexattn.kernels_triton.common.lse_rows import load_large
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
-from flexattn.kernels_triton.common.sequences import query_block_of
+from flexattn.kernels_triton.common.sequences import program_of_queries
 from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
 from flexattn.kernels_triton.runtime.device import Tile
@@ -48,9 +48,10 @@ def _attn_bwd_captures_kernel(args: Arguments, MODE: tl.constexpr, MODS: tl.cons
     inputs = args.inputs
     num_heads = inputs.num_heads
     num_tokens_q = inputs.lengths_q.num_tokens
-    own = query_block_of(tl.program_id(0), inputs, META)
-    b, h, first_row = own.b, own.h, own.first_row
-    start_q, len_q, start_kv, len_kv = own.start_q, own.len_q, own.start_kv, own.len_kv
+    own = program_of_queries(tl.program_id(0), inputs, META)
+    b, h = own.b, own.h
+    start_q, len_q, start_kv, len_kv = own.sequence
+    first_row = own.block * BLOCK_M
     if first_row >= len_q:
         return
     rows = first_row + tl.arange(0, BLOCK_M)

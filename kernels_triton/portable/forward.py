@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn.kernels_triton.common.addressing import paged_rows, row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
-from flexattn.kernels_triton.common.block_lists import Loops, first_loop, key_loops, listed_tile, tiles_of_loop
+from flexattn.kernels_triton.common.block_lists import Loops, TileRange, first_loop, key_loops, listed_tile
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
 from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS
 from flexattn.kernels_triton.common.dropout import dropout_keep
@@ -278,17 +278,10 @@ def _visible_share(visible, tile, num_splits, META: tl.constexpr):
 @triton.jit
 def _loops_of_split(loops, split, num_splits):
     # With a block mask, a split is a share of the full blocks and a share of the others.
-    full_begin, full_end = share_of_split(loops.full_end, split, num_splits)
-    rest_begin, end = share_of_split(loops.end, split, num_splits)
-    return Loops(
-        begin=loops.begin,
-        full_begin=full_begin,
-        full_end=full_end,
-        rest_begin=rest_begin,
-        end=end,
-        full=loops.full,
-        rest=loops.rest,
-    )
+    begin, end = share_of_split(loops.full.end, split, num_splits)
+    rest_begin, rest_end = share_of_split(loops.rest.end, split, num_splits)
+    full = TileRange(begin=begin, end=end, listed=loops.full.listed)
+    return Loops(first=None, full=full, rest=TileRange(begin=rest_begin, end=rest_end, listed=loops.rest.listed))
 
 
 @triton.jit
@@ -431,7 +424,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = _Accumulators(acc0=acc.first, acc1=acc.second, row_sum=row_sum, row_max=row_max)
     for LOOP in tl.static_range(first_loop(META), 3):
-        sums = _attn_fwd_loop(sums, own_block, tiles_of_loop(loops, LOOP), inputs, MODS, LOOP != 1, META)
+        sums = _attn_fwd_loop(sums, own_block, loops[LOOP], inputs, MODS, LOOP != 1, META)
 
     is_real = rows < len_q
     if args.max_logit_ptr is not None:
