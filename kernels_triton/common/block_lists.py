@@ -127,13 +127,6 @@ def key_lists(lists, b, h, first_row, visible, META: tl.constexpr):
 
 
 @triton.jit
-def query_lists(lists, b, h, first_column, visible, META: tl.constexpr):
-    # Returns the blocks of queries that see BLOCK_N keys.
-    row = b * lists.stride_b + h * lists.stride_h + first_column // META.BLOCK_SIZE_KV
-    return load_block_lists(lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
-
-
-@triton.jit
 def every_tile(visible, lists, b, h, first_row, META: tl.constexpr):
     # Returns all tiles of keys that BLOCK_M queries see, for one loop.
     if META.BLOCK_SIZE_Q > 0:
@@ -171,7 +164,11 @@ def key_loops(visible, lists, b, h, first_row, META: tl.constexpr):
 @triton.jit
 def query_loops(visible, lists, b, h, first_column, META: tl.constexpr):
     # For the keys from first_column on.
-    return _loops(visible, query_lists(lists, b, h, first_column, visible, META) if META.BLOCK_SIZE_Q > 0 else None)
+    blocks = None
+    if META.BLOCK_SIZE_Q > 0:
+        row = b * lists.stride_b + h * lists.stride_h + first_column // META.BLOCK_SIZE_KV
+        blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
+    return _loops(visible, blocks)
 
 
 @triton.constexpr_function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -61,21 +61,21 @@ class StoredRows(NamedTuple):
     offsets: tl.tensor  # of the rows from the first
     first: tl.tensor  # number of the first row in its sequence
     end: tl.tensor  # rows from here on are not stored
-    is_real: tl.tensor  # rows without a token are stored as zeros
+    is_real: Any  # whether a row has a token; other rows are stored as zeros. None: all rows before `end` have one
 
 
 @triton.jit
-def _store_part(rows, tile, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr):
+def _store_part(rows, tile, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
     if scale is not None:
         tile *= scale
-    if META.HAS_LENGTHS:
+    if rows.is_real is not None:
         tile = tl.where(rows.is_real, tile, 0.0)
     store_tile(rows.pointer, tile, rows.offsets, rows.first, rows.end, COLUMN, WIDTH, HEAD_DIM)
 
 
 @triton.jit
-def store_parts(rows, parts, scale, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr):
+def store_parts(rows, parts, scale, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr):
     # Stores both parts of the head dim in `StoredRows`, multiplied by `scale`; None: 1.
-    _store_part(rows, parts.first, scale, 0, WIDTH0, HEAD_DIM, META)
+    _store_part(rows, parts.first, scale, 0, WIDTH0, HEAD_DIM)
     if WIDTH1 > 0:
-        _store_part(rows, parts.second, scale, WIDTH0, WIDTH1, HEAD_DIM, META)
+        _store_part(rows, parts.second, scale, WIDTH0, WIDTH1, HEAD_DIM)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
+from flexattn.kernels_triton.common.addressing import HeadRows, row_at, row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Parts, Pointer, Rows, Saved, Statistics
 from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
 from flexattn.kernels_triton.common.block_lists import (
@@ -62,18 +62,12 @@ class _QueryBlock(NamedTuple):
     head: Head
     h_kv: tl.tensor
     first_row: tl.tensor
-    q0: tl.tensor
-    q1: tl.tensor
-    dout0: tl.tensor
-    dout1: tl.tensor
+    q: Parts
+    dout: Parts
     statistics: RowStatistics
     large: Any
-    k_base: tl.tensor
-    k_step: tl.tensor
-    k_offsets: tl.tensor
-    v_base: tl.tensor
-    v_step: tl.tensor
-    v_offsets: tl.tensor
+    k: HeadRows
+    v: HeadRows
     k_t: Any  # in FP8: k with its tokens innermost
 
 
@@ -88,24 +82,24 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
     dq1 = sums.dq1
     row_sum = sums.row_sum
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
-    k_pointer = block.k_base + tl.cast(tiles.begin, tl.int64) * block.k_step
-    v_pointer = block.v_base + tl.cast(tiles.begin, tl.int64) * block.v_step
+    k_pointer = row_at(block.k, tiles.begin)
+    v_pointer = row_at(block.v, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         if META.BLOCK_SIZE_Q > 0:
-            k_pointer = block.k_base + tl.cast(n, tl.int64) * block.k_step
-            v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
+            k_pointer = row_at(block.k, n)
+            v_pointer = row_at(block.v, n)
         columns = n + tl.arange(0, BLOCK_N)
-        k0 = load_tile(k_pointer, block.k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        v0 = load_tile(v_pointer, block.v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
-        dp = tl.dot(block.dout0, tl.trans(v0), input_precision=META.PRECISION)  # dP = dO V^T
+        k0 = load_tile(k_pointer, block.k.offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        v0 = load_tile(v_pointer, block.v.offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+        qk = tl.dot(block.q.first, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
+        dp = tl.dot(block.dout.first, tl.trans(v0), input_precision=META.PRECISION)  # dP = dO V^T
         if META.QK1 > 0:
-            k1 = load_tile(k_pointer, block.k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-            qk = tl.dot(block.q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+            k1 = load_tile(k_pointer, block.k.offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            qk = tl.dot(block.q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
         if META.V1 > 0:
-            v1 = load_tile(v_pointer, block.v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-            dp = tl.dot(block.dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+            v1 = load_tile(v_pointer, block.v.offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            dp = tl.dot(block.dout.second, tl.trans(v1), dp, input_precision=META.PRECISION)
         products = descaled_products(qk, dp, inputs, head, block.h_kv, first_row, n, META)
         keep = True
         if META.HAS_DROPOUT:
@@ -118,7 +112,7 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
             row_sum += tl.sum(gradient.p, 1)
         if META.IS_FP8:
             descale_k = load_descale(inputs.scales.k, head.b, block.h_kv, n, META)
-            ds, descale_ds = to_fp8_rows(ds, block.dout0.dtype)
+            ds, descale_ds = to_fp8_rows(ds, block.dout.first.dtype)
             descale = (descale_ds * descale_k)[:, None]
             dq0 += fp8_product(ds, block.k_t, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED) * descale
             if META.QK1 > 0:
@@ -129,8 +123,8 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
             if META.QK1 > 0:
                 dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
-            k_pointer += BLOCK_N * block.k_step
-            v_pointer += BLOCK_N * block.v_step
+            k_pointer += BLOCK_N * block.k.step
+            v_pointer += BLOCK_N * block.v.step
     return _QuerySums(dq0=dq0, dq1=dq1, row_sum=row_sum)
 
 
@@ -214,18 +208,12 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         head=head,
         h_kv=h_kv,
         first_row=first_row,
-        q0=q.first,
-        q1=q.second,
-        dout0=dout.first,
-        dout1=dout.second,
+        q=q,
+        dout=dout,
         statistics=RowStatistics(lse_log2=lse_log2[:, None], delta=delta[:, None], p_scale=1.0),
         large=large,
-        k_base=k_base,
-        k_step=k_step,
-        k_offsets=k_offsets,
-        v_base=v_base,
-        v_step=v_step,
-        v_offsets=v_offsets,
+        k=HeadRows(base=k_base, step=k_step, offsets=k_offsets),
+        v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
         k_t=k_t,
     )
     dq = zero_parts(BLOCK_M, QK0, QK1)
@@ -249,10 +237,10 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     if META.HAS_OFFSET:
         dsink_ptr = args.dsink_ptr + (h * inputs.lengths_q.batch + b) * own.blocks + own.block
         tl.store(dsink_ptr, -tl.sum(p_sink * delta, 0))
-    is_real = (rows < len_q)[:, None]  # without lengths, rows past the end are not stored
+    is_real = (rows < len_q)[:, None] if META.HAS_LENGTHS else None
     dq_pointer = row_pointer(args.dq, b, h, start_q + first_row, META)
-    dq_rows = StoredRows(pointer=dq_pointer, offsets=dq_offsets, first=first_row, end=slot_q, is_real=is_real)
-    store_parts(dq_rows, Parts(first=sums.dq0, second=sums.dq1), dq_scale[:, None], QK0, QK1, META.HEAD_DIM_QK, META)
+    to = StoredRows(pointer=dq_pointer, offsets=dq_offsets, first=first_row, end=slot_q, is_real=is_real)
+    store_parts(to, Parts(first=sums.dq0, second=sums.dq1), dq_scale[:, None], QK0, QK1, META.HEAD_DIM_QK)
 
 
 @kernel
@@ -272,10 +260,8 @@ class _KeyBlock(NamedTuple):
 
     h_kv: tl.tensor
     first_column: tl.tensor
-    k0: tl.tensor
-    k1: tl.tensor
-    v0: tl.tensor
-    v1: tl.tensor
+    k: Parts
+    v: Parts
 
 
 class _HeadRows(NamedTuple):
@@ -283,12 +269,8 @@ class _HeadRows(NamedTuple):
 
     head: Head
     queries: Queries
-    q_base: tl.tensor
-    q_step: tl.tensor
-    q_offsets: tl.tensor
-    dout_base: tl.tensor
-    dout_step: tl.tensor
-    dout_offsets: tl.tensor
+    q: HeadRows
+    dout: HeadRows
     first_statistic: tl.tensor
     large: Any
     q_t: Any  # in FP8: q and dout with their tokens innermost
@@ -324,33 +306,33 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
     dv0 = sums.dv0
     dv1 = sums.dv1
     j = first_column + tl.arange(0, BLOCK_N)[:, None]
-    q_pointer = own_block.q_base + tl.cast(tiles.begin, tl.int64) * own_block.q_step
-    dout_pointer = own_block.dout_base + tl.cast(tiles.begin, tl.int64) * own_block.dout_step
+    q_pointer = row_at(own_block.q, tiles.begin)
+    dout_pointer = row_at(own_block.dout, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_M):
         m, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, BLOCK_M)
         if META.BLOCK_SIZE_Q > 0:
-            q_pointer = own_block.q_base + tl.cast(m, tl.int64) * own_block.q_step
-            dout_pointer = own_block.dout_base + tl.cast(m, tl.int64) * own_block.dout_step
+            q_pointer = row_at(own_block.q, m)
+            dout_pointer = row_at(own_block.dout, m)
         rows = m + tl.arange(0, BLOCK_M)
-        q0 = load_tile(q_pointer, own_block.q_offsets, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        dout0 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+        q0 = load_tile(q_pointer, own_block.q.offsets, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        dout0 = load_tile(dout_pointer, own_block.dout.offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         if args.saved.lse_ptr is None:
             first_statistic = own_block.first_statistic + m
             statistics = load_row_statistics(args.statistics, first_statistic, len_q - m, BLOCK_M, IS_MASKED, META)
         else:
             dout_of_v1 = dout0
             if META.V1 > 0:
-                dout_of_v1 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                dout_of_v1 = load_tile(dout_pointer, own_block.dout.offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             lse_log2, delta = make_row_statistics(dout0, dout_of_v1, args.saved, None, own_block.queries, m, META)
             statistics = RowStatistics(lse_log2=lse_log2, delta=delta, p_scale=tl.full([1], 1.0, tl.float32))
-        kq = tl.dot(block.k0, tl.trans(q0), input_precision=META.PRECISION)  # S = K Q^T
-        dp = tl.dot(block.v0, tl.trans(dout0), input_precision=META.PRECISION)  # dP = V dO^T
+        kq = tl.dot(block.k.first, tl.trans(q0), input_precision=META.PRECISION)  # S = K Q^T
+        dp = tl.dot(block.v.first, tl.trans(dout0), input_precision=META.PRECISION)  # dP = V dO^T
         if META.QK1 > 0:
-            q1 = load_tile(q_pointer, own_block.q_offsets, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-            kq = tl.dot(block.k1, tl.trans(q1), kq, input_precision=META.PRECISION)
+            q1 = load_tile(q_pointer, own_block.q.offsets, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            kq = tl.dot(block.k.second, tl.trans(q1), kq, input_precision=META.PRECISION)
         if META.V1 > 0:
-            dout1 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-            dp = tl.dot(block.v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
+            dout1 = load_tile(dout_pointer, own_block.dout.offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            dp = tl.dot(block.v.second, tl.trans(dout1), dp, input_precision=META.PRECISION)
         products = descaled_products(kq, dp, inputs, head, block.h_kv, m, first_column, META)
         keep = True
         if META.HAS_DROPOUT:
@@ -387,8 +369,8 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
                 if META.QK1 > 0:
                     dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
-            q_pointer += BLOCK_M * own_block.q_step
-            dout_pointer += BLOCK_M * own_block.dout_step
+            q_pointer += BLOCK_M * own_block.q.step
+            dout_pointer += BLOCK_M * own_block.dout.step
     return _KeySums(dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1)
 
 
@@ -419,7 +401,7 @@ def _clear_gradient(
     step, offsets = row_steps(x.stride_s, META.BLOCK_N, META)
     if META.HAS_LENGTHS:
         clear_padding(base, step, offsets, padding, HEAD_DIM, WIDTH0, WIDTH1, META.IS_RAGGED_KV)
-    return base, step, offsets
+    return HeadRows(base=base, step=step, offsets=offsets)
 
 
 @triton.jit
@@ -458,11 +440,9 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         padding = padding_rows(inputs.lengths_kv, b, start_kv, len_kv, first_column, is_last, BLOCK_N, META.IS_RAGGED_KV)
         slot_kv = padding.slot
     if args.dk.ptr is not None:
-        dk_base, dk_step, dk_offsets = _clear_gradient(
-            args.dk, args.dk_stride_split, own, padding, QK0, QK1, META.HEAD_DIM_QK, META
-        )
+        dk_rows = _clear_gradient(args.dk, args.dk_stride_split, own, padding, QK0, QK1, META.HEAD_DIM_QK, META)
     if args.dv.ptr is not None:
-        dv_base, dv_step, dv_offsets = _clear_gradient(args.dv, args.dv_stride_split, own, padding, V0, V1, META.HEAD_DIM_V, META)
+        dv_rows = _clear_gradient(args.dv, args.dv_stride_split, own, padding, V0, V1, META.HEAD_DIM_V, META)
     if first_column >= len_kv:
         return
 
@@ -480,7 +460,8 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     v1 = v0
     if V1 > 0:
         v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, V0, V1, META.HEAD_DIM_V, True)
-    key_block = _KeyBlock(h_kv=h_kv, first_column=first_column, k0=k0, k1=k1, v0=v0, v1=v1)
+    k, v = Parts(first=k0, second=k1), Parts(first=v0, second=v1)
+    key_block = _KeyBlock(h_kv=h_kv, first_column=first_column, k=k, v=v)
     dk = zero_parts(BLOCK_N, QK0, QK1)
     dv = zero_parts(BLOCK_N, V0, V1)
     sums = _KeySums(dk0=dk.first, dk1=dk.second, dv0=dv.first, dv1=dv.second)
@@ -506,12 +487,8 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         own_block = _HeadRows(
             head=head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META),
             queries=Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=lengths_q.num_tokens),
-            q_base=q_base,
-            q_step=q_step,
-            q_offsets=q_offsets,
-            dout_base=dout_base,
-            dout_step=dout_step,
-            dout_offsets=dout_offsets,
+            q=HeadRows(base=q_base, step=q_step, offsets=q_offsets),
+            dout=HeadRows(base=dout_base, step=dout_step, offsets=dout_offsets),
             first_statistic=first_statistic,
             large=large,
             q_t=q_t,
@@ -527,16 +504,15 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
             for part in range(first_part, last_part):
                 tiles = _cut_tiles(loops, part, META) if phase == 1 else loops.full
                 sums = _attn_bwd_dkdv_loop(sums, key_block, own_block, tiles, args, MODS, phase == 1, META)
-    is_real = (columns < len_kv)[:, None]
+    is_real = (columns < len_kv)[:, None] if META.HAS_LENGTHS else None
     if args.dk.ptr is not None:
-        pointer = dk_base + tl.cast(first_column, tl.int64) * dk_step
-        dk_rows = StoredRows(pointer=pointer, offsets=dk_offsets, first=first_column, end=slot_kv, is_real=is_real)
-        dk = Parts(first=sums.dk0, second=sums.dk1)
-        store_parts(dk_rows, dk, inputs.scores.scale, QK0, QK1, META.HEAD_DIM_QK, META)
+        pointer = row_at(dk_rows, first_column)
+        to = StoredRows(pointer=pointer, offsets=dk_rows.offsets, first=first_column, end=slot_kv, is_real=is_real)
+        store_parts(to, Parts(first=sums.dk0, second=sums.dk1), inputs.scores.scale, QK0, QK1, META.HEAD_DIM_QK)
     if args.dv.ptr is not None:
-        pointer = dv_base + tl.cast(first_column, tl.int64) * dv_step
-        dv_rows = StoredRows(pointer=pointer, offsets=dv_offsets, first=first_column, end=slot_kv, is_real=is_real)
-        store_parts(dv_rows, Parts(first=sums.dv0, second=sums.dv1), None, V0, V1, META.HEAD_DIM_V, META)
+        pointer = row_at(dv_rows, first_column)
+        to = StoredRows(pointer=pointer, offsets=dv_rows.offsets, first=first_column, end=slot_kv, is_real=is_real)
+        store_parts(to, Parts(first=sums.dv0, second=sums.dv1), None, V0, V1, META.HEAD_DIM_V)
 
 
 @kernel

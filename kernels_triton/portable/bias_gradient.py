@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from flexattn.kernels_triton.common.lse_rows import load_large, lse_row
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
-from flexattn.kernels_triton.common.sequences import Sequence, sequence_of
+from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
@@ -46,53 +46,19 @@ class Arguments(NamedTuple):
     statistics: Statistics
 
 
-class _Pair(NamedTuple):
-    """A block of queries and a block of keys of one head."""
-
-    b: tl.tensor
-    h: tl.tensor
-    sequence: Sequence
-    first_row: tl.tensor
-    first_column: tl.tensor
-    shift: tl.tensor
-    large: Any
-
-
 @triton.jit
-def _visibility(pair, args, META: tl.constexpr):
-    # Returns (whether any query of a pair of blocks sees any key by the band and the block mask, whether the block mask calls the
-    # pair full)
-    band = args.inputs.band
-    is_visible = (pair.first_row < pair.sequence.len_q) & (pair.first_column < pair.sequence.len_kv)
-    if META.HAS_LEFT:
-        is_visible = is_visible & (pair.first_column + META.BLOCK_N - 1 - pair.first_row - pair.shift >= -band.left)
-    if META.HAS_RIGHT:
-        is_visible = is_visible & (pair.first_column - (pair.first_row + META.BLOCK_M - 1) - pair.shift <= band.right)
-    is_full = False
-    if META.BLOCK_SIZE_Q > 0:
-        kinds = args.kinds
-        row = pair.b * kinds.stride_b + pair.h * kinds.stride_h + pair.first_row // META.BLOCK_SIZE_Q
-        place = tl.cast(row, tl.int64) * kinds.length + pair.first_column // META.BLOCK_SIZE_KV
-        kind = tl.load(kinds.ptr + place, mask=is_visible)
-        is_visible = is_visible & (kind > 0)
-        is_full = kind == 2
-    return is_visible, is_full
-
-
-@triton.jit
-def _row_gradient(pair, args, META: tl.constexpr):
+def _row_gradient(b, h, first_row, sequence, large, args, META: tl.constexpr):
     # Returns the gradient of a number that is added to all scores of a row
     BLOCK_M: tl.constexpr = META.BLOCK_M
     inputs = args.inputs
-    b, h, first_row = pair.b, pair.h, pair.first_row
-    start_q, len_q, _start_kv, len_kv = pair.sequence
+    start_q, len_q, _start_kv, len_kv = sequence
     num_heads, num_tokens_q = inputs.num_heads, inputs.lengths_q.num_tokens
     rows = first_row + tl.arange(0, BLOCK_M)
     first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
     row_gradient = tl.zeros([BLOCK_M], tl.float32)
     if META.HAS_SINK:
-        p_sink = sink_probability(inputs.softmax_offset_ptr, statistics.lse_log2, pair.large, b, h, rows, len_q, META)
+        p_sink = sink_probability(inputs.softmax_offset_ptr, statistics.lse_log2, large, b, h, rows, len_q, META)
         row_gradient = p_sink * statistics.delta
     if args.dlse_ptr is not None:
         row = lse_row(b, h, num_heads, num_tokens_q, start_q, META)
@@ -151,10 +117,20 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         large = load_large(args.statistics.large_ptr, args.statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
         first_row = m * BLOCK_M
         first_column = n * BLOCK_N
-        pair = _Pair(b=b, h=h, sequence=sequence, first_row=first_row, first_column=first_column, shift=shift, large=large)
-        is_visible, is_full = _visibility(pair, args, META)
+        is_visible = (first_row < len_q) & (first_column < len_kv)
+        if META.HAS_LEFT:
+            is_visible = is_visible & (first_column + BLOCK_N - 1 - first_row - shift >= -inputs.band.left)
+        if META.HAS_RIGHT:
+            is_visible = is_visible & (first_column - (first_row + BLOCK_M - 1) - shift <= inputs.band.right)
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            row = b * args.kinds.stride_b + h * args.kinds.stride_h + first_row // META.BLOCK_SIZE_Q
+            place = tl.cast(row, tl.int64) * args.kinds.length + first_column // META.BLOCK_SIZE_KV
+            kind = tl.load(args.kinds.ptr + place, mask=is_visible)
+            is_visible = is_visible & (kind > 0)
+            is_full = kind == 2
         if BY_ROWS:
-            row_gradient = _row_gradient(pair, args, META)
+            row_gradient = _row_gradient(b, h, first_row, sequence, large, args, META)
             total_by_row += row_gradient * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else row_gradient
         elif is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.addressing import paged_rows, row_pointer, row_steps
-from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Pointer, Rows
+from flexattn.kernels_triton.common.addressing import HeadRows, paged_rows, row_at, row_pointer, row_steps
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
 from flexattn.kernels_triton.common.block_lists import Loops, TileRange, first_loop, key_loops, listed_tile
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
@@ -36,7 +36,7 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.split_ranges import part_row, range_of_blocks, range_of_split, share_of_split
-from flexattn.kernels_triton.common.tile_memory import load_parts, load_tile, store_tile, zero_parts
+from flexattn.kernels_triton.common.tile_memory import StoredRows, load_parts, load_tile, store_parts, zero_parts
 from flexattn.kernels_triton.common.tiles import FORWARD, slots_of_heads
 from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
 from flexattn.kernels_triton.runtime.device import Tile, num_processors
@@ -69,15 +69,10 @@ class _Block(NamedTuple):
     head: Head
     h_kv: tl.tensor
     first_row: tl.tensor
-    q0: tl.tensor
-    q1: tl.tensor
+    q: Parts
     descale_q: float | tl.tensor
-    k_base: tl.tensor
-    k_step: tl.tensor
-    k_offsets: tl.tensor
-    v_base: tl.tensor
-    v_step: tl.tensor
-    v_offsets: tl.tensor
+    k: HeadRows
+    v: HeadRows
     v_t: Any  # in FP8: v with its tokens innermost, as the matrix instructions need it
 
 
@@ -93,29 +88,29 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     row_sum = sums.row_sum
     row_max = sums.row_max
     i = queries_of_tile(block.first_row, META)[:, None]
-    k_pointer = block.k_base + tl.cast(tiles.begin, tl.int64) * block.k_step
-    v_pointer = block.v_base + tl.cast(tiles.begin, tl.int64) * block.v_step
+    k_pointer = row_at(block.k, tiles.begin)
+    v_pointer = row_at(block.v, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         if META.BLOCK_SIZE_Q > 0:
-            k_pointer = block.k_base + tl.cast(n, tl.int64) * block.k_step
-            v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
-        k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k_offsets, v_pointer, block.v_offsets
+            k_pointer = row_at(block.k, n)
+            v_pointer = row_at(block.v, n)
+        k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k.offsets, v_pointer, block.v.offsets
         if inputs.pages.table_ptr is not None:
-            k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k_base, head.b, n, len_kv, META)
+            k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k.base, head.b, n, len_kv, META)
             if not META.IS_LATENT:
-                v_tile, v_offsets = paged_rows(inputs.pages, inputs.v, block.v_base, head.b, n, len_kv, META)
+                v_tile, v_offsets = paged_rows(inputs.pages, inputs.v, block.v.base, head.b, n, len_kv, META)
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         if META.IS_KV_FP8:
-            k0 = k0.to(block.q0.dtype)
-        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
+            k0 = k0.to(block.q.first.dtype)
+        qk = tl.dot(block.q.first, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
         if META.QK1 > 0:
             k1 = load_tile(k_tile, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             if META.IS_KV_FP8:
-                k1 = k1.to(block.q0.dtype)
-            qk = tl.dot(block.q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+                k1 = k1.to(block.q.first.dtype)
+            qk = tl.dot(block.q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
         score_scale = inputs.scores.scale
         if META.IS_FP8:
             descale_k = load_descale(scales.k, head.b, block.h_kv, n, META)
@@ -167,21 +162,21 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             if not META.IS_LATENT:
                 v0 = load_tile(v_tile, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
                 if META.IS_KV_FP8:
-                    v0 = v0.to(block.q0.dtype)
+                    v0 = v0.to(block.q.first.dtype)
             if META.HAS_TOKEN_SCALES_V:
-                v0 = (v0.to(tl.float32) * descale_v).to(block.q0.dtype)
+                v0 = (v0.to(tl.float32) * descale_v).to(block.q.first.dtype)
             p = p.to(v0.dtype)
             acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)  # O += P V
             if META.V1 > 0:
                 v1 = load_tile(v_tile, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 if META.IS_KV_FP8:
-                    v1 = v1.to(block.q0.dtype)
+                    v1 = v1.to(block.q.first.dtype)
                 if META.HAS_TOKEN_SCALES_V:
-                    v1 = (v1.to(tl.float32) * descale_v).to(block.q0.dtype)
+                    v1 = (v1.to(tl.float32) * descale_v).to(block.q.first.dtype)
                 acc1 = tl.dot(p, v1, acc1 * correction[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
-            k_pointer += BLOCK_N * block.k_step
-            v_pointer += BLOCK_N * block.v_step
+            k_pointer += BLOCK_N * block.k.step
+            v_pointer += BLOCK_N * block.v.step
     return _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
 
 
@@ -408,15 +403,10 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         head=head,
         h_kv=h_kv,
         first_row=first_row,
-        q0=q.first,
-        q1=q.second,
+        q=q,
         descale_q=descale_q,
-        k_base=k_base,
-        k_step=k_step,
-        k_offsets=k_offsets,
-        v_base=v_base,
-        v_step=v_step,
-        v_offsets=v_offsets,
+        k=HeadRows(base=k_base, step=k_step, offsets=k_offsets),
+        v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
         v_t=v_t,
     )
     acc = zero_parts(BLOCK_M, V0, V1)
@@ -437,12 +427,9 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     out_pointer = row_pointer(out, b, h, start_q + first_row, META)
     if plan.before_ptr is not None:
         out_pointer = row_pointer(out, pid, 0, 0, META)
-    out_offsets = offsets_of_tile(out, META)
-    out0 = tl.where(is_real[:, None], sums.acc0 * rescale[:, None], 0.0)
-    store_tile(out_pointer, out0, out_offsets, first_row * GROUP, slot_q * GROUP, 0, V0, META.HEAD_DIM_V)
-    if V1 > 0:
-        out1 = tl.where(is_real[:, None], sums.acc1 * rescale[:, None], 0.0)
-        store_tile(out_pointer, out1, out_offsets, first_row * GROUP, slot_q * GROUP, V0, V1, META.HEAD_DIM_V)
+    offsets, first, end = offsets_of_tile(out, META), first_row * GROUP, slot_q * GROUP
+    to = StoredRows(pointer=out_pointer, offsets=offsets, first=first, end=end, is_real=is_real[:, None])
+    store_parts(to, Parts(first=sums.acc0, second=sums.acc1), rescale[:, None], V0, V1, META.HEAD_DIM_V)
 
 
 def heads_of_a_tile(problem: Problem, tile: Tile, has_max_logit: bool = False) -> int:
