@@ -58,7 +58,7 @@ class HeadRows(NamedTuple):
 
     base: tl.tensor  # pointer to the first row of the sequence
     step: tl.tensor  # elements from one row to the next
-    offsets: tl.tensor  # of a tile's rows from its first row
+    offsets: tl.tensor  # from a tile's first row to each of its rows
 
 
 @triton.jit

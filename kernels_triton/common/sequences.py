@@ -54,7 +54,7 @@ class Program(NamedTuple):
     block: tl.tensor  # the block's number, of `blocks` of the longest sequence
     blocks: tl.tensor
     sequence: Sequence
-    split: int | tl.tensor = 0  # of the query heads that share the keys
+    split: int | tl.tensor = 0  # number of a split of the query heads that share the keys
 
 
 @triton.jit

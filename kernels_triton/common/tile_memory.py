@@ -58,7 +58,7 @@ class StoredRows(NamedTuple):
     """Rows of a result, inside a kernel."""
 
     pointer: tl.tensor  # to the first row
-    offsets: tl.tensor  # of the rows from the first
+    offsets: tl.tensor  # from the first row to each row
     first: tl.tensor  # number of the first row in its sequence
     end: tl.tensor  # rows from here on are not stored
     is_real: Any  # whether a row has a token; other rows are stored as zeros. None: all rows before `end` have one

@@ -229,7 +229,7 @@ class _Tile(NamedTuple):
     blocks: tl.tensor
     h: tl.tensor  # the first head
     b: tl.tensor
-    heads: tl.tensor  # of each row
+    heads: tl.tensor  # the head of each row
 
 
 @triton.jit
