@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Parts, Pointer, Rows
+from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
@@ -33,7 +34,6 @@ from flexattn.kernels_triton.second_order.tiles import (
     queries_of_block,
     scored,
     store_parts,
-    tile_at,
 )
 
 
@@ -182,7 +182,7 @@ def _of_queries(pid, args, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.con
         hq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
     tiles = keys_of_block(args.lists_kv, head, first_row, inputs, META)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):
-        n, is_full = tile_at(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)
         keys = load_keys(args.known, b, h // inputs.group_size, start_kv, len_kv, n, META)
         found = derivatives(args.known, queries, keys, is_full, head, MODS, BENDS, META)
         hq0 = _add(_add(hq0, found.t_dscore, keys.k.first, META), found.dscore, keys.tk.first, META)
@@ -231,7 +231,7 @@ def _of_keys(pid, args, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.conste
         head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
         tiles = queries_of_block(args.lists_q, head, n, inputs, META)
         for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_M):
-            first_row, is_full = tile_at(t, tiles.listed, META.BLOCK_SIZE_Q, META.BLOCK_M)
+            first_row, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, META.BLOCK_M)
             queries = load_queries(args.known, b, h, start_q, len_q, first_row, META)
             found = derivatives(args.known, queries, keys, is_full, head, MODS, BENDS, META)
             dscore, t_dscore = tl.trans(found.dscore), tl.trans(found.t_dscore)

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.common.arguments import BlockKinds, BlockMaskLists, Pointer
+from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.double_backward import Known, derivatives, load_keys, load_queries
-from flexattn.kernels_triton.second_order.tiles import keys_of_block, tile_at
+from flexattn.kernels_triton.second_order.tiles import keys_of_block
 
 
 class BiasArguments(NamedTuple):
@@ -120,7 +121,7 @@ def _attn_double_captures_kernel(
     tiles = keys_of_block(args.lists, head, first_row, inputs, META)
     i = first_row + tl.arange(0, META.BLOCK_M)[:, None]
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):
-        n, is_full = tile_at(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)
         keys = load_keys(args.known, b, h // inputs.group_size, start_kv, len_kv, n, META)
         found = derivatives(args.known, queries, keys, is_full, head, MODS, BENDS, META)
         j = n + tl.arange(0, META.BLOCK_N)[None, :]

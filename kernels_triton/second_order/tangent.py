@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Parts, Pointer, Rows
+from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
@@ -32,7 +33,6 @@ from flexattn.kernels_triton.second_order.tiles import (
     load_v,
     scored,
     store_parts,
-    tile_at,
 )
 
 
@@ -104,7 +104,7 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
     mean = tl.zeros([BLOCK_M], tl.float32)
     tiles = keys_of_block(args.lists, head, first_row, inputs, META)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n, is_full = tile_at(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         key_place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
         k = load_qk(inputs.k, key_place, BLOCK_N, META)
         tk = load_qk(tangents.k, key_place, BLOCK_N, META)

@@ -13,7 +13,7 @@ import triton.language as tl
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Bias, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys, visible_range_of_queries
-from flexattn.kernels_triton.common.block_lists import TileRange, all_tiles, listed_tile, load_block_lists
+from flexattn.kernels_triton.common.block_lists import every_tile, every_tile_of_queries
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.scores import logits
@@ -149,35 +149,14 @@ def _tangent_of_bias(bias, head, i, j):
 def keys_of_block(lists, head, first_row, inputs, META: tl.constexpr):
     # Returns the tiles of keys that a block of queries sees, a `TileRange`.
     visible = visible_range_of_keys(first_row, head.len_kv, head.shift, inputs.band, META)
-    if META.BLOCK_SIZE_Q == 0:
-        tiles = TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)  # Triton 3.6 returns no None
-    else:
-        row = head.b * lists.stride_b + head.h * lists.stride_h + first_row // META.BLOCK_SIZE_Q
-        blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
-        tiles = TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
-    return tiles
+    return every_tile(visible, lists, head.b, head.h, first_row, META)
 
 
 @triton.jit
 def queries_of_block(lists, head, n, inputs, META: tl.constexpr):
     # Returns the tiles of queries that see a block of keys, a `TileRange`.
     visible = visible_range_of_queries(n, head.len_q, head.shift, inputs.band, META)
-    if META.BLOCK_SIZE_Q == 0:
-        tiles = TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)  # Triton 3.6 returns no None
-    else:
-        row = head.b * lists.stride_b + head.h * lists.stride_h + n // META.BLOCK_SIZE_KV
-        blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
-        tiles = TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
-    return tiles
-
-
-@triton.jit
-def tile_at(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    # Returns (first row of a tile, whether its block is full).
-    if SIZE == 0:
-        return t, False
-    else:
-        return listed_tile(t, listed, SIZE, BLOCK)
+    return every_tile_of_queries(visible, lists, head.b, head.h, n, META)
 
 
 @triton.jit
