@@ -132,12 +132,11 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
     dq1 = dq0
     if QK1 > 0:
         dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
-    if META.HAS_LENGTHS:
-        if not is_query:
-            store_heads(args.dq, Parts(first=dq0, second=dq1), row, query, QK0, QK1, META.HEAD_DIM_QK, META)
-            if dsink is not None:
-                tl.store(dsink, tl.zeros([BLOCK_M], tl.float32), mask=is_head)
-            return
+    if not is_query:
+        store_heads(args.dq, Parts(first=dq0, second=dq1), row, query, QK0, QK1, META.HEAD_DIM_QK, META)
+        if dsink is not None:
+            tl.store(dsink, tl.zeros([BLOCK_M], tl.float32), mask=is_head)
+        return
     q = load_heads(inputs.q, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
     loss = _load_loss(args, query, META)
     k_base = row_pointer(inputs.k, query.b, query.h_kv, query.start_kv, META)

@@ -232,7 +232,8 @@ def compile_gates(
         for deterministic in ways:
             for launch in launches_of(call(case, dtype, dims), sm, deterministic):
                 target = [x for x in launch.arguments if isinstance(x, backward.Target)]
-                found[launch.kernel.__name__, deterministic, *(x.IS_K for x in target)] = launch
+                key = (launch.kernel.__name__, deterministic, *(x.IS_K for x in target))
+                found[key] = launch
         assert len({name for name, *_ in found}) >= 4
         requests += [request_for(launch, sm) for launch in found.values()]
         names += [(sm, dims, *key) for key in found]
