@@ -203,9 +203,9 @@ class Listed(NamedTuple):
     keys_ptr: Pointer  # int32 [list heads, tokens * entries]: the unit of each entry, or the number of units if it is not seen
     order_ptr: Pointer  # int64, likewise: the entries by unit
     starts_ptr: Pointer  # int32 [list heads, units + 1]: the first of each unit
-    tokens: int  # of the chunk
-    entries: int  # of a query
-    units: int  # of all sequences
+    tokens: int  # tokens of the chunk
+    entries: int  # entries of a query
+    units: int  # units of all sequences
 
 
 class EntryArguments(NamedTuple):
