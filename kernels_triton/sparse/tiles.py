@@ -28,6 +28,20 @@ def backward_tile(problem: Problem) -> Tile:
     return Tile(min(padded_heads(x), 32), entries, 8, 2)
 
 
+def delta_tile(problem: Problem) -> Tile:
+    return Tile(16, 16, 4, 1)
+
+
+def dq_tile(problem: Problem) -> Tile:
+    """Returns the tile of dq, if weights have a kernel of their own: heads, and entries of an iteration."""
+    return Tile(16, 16, 4, 1) if _is_interpreted(problem) else Tile(min(padded_heads(problem), 128), 64, 8, 3)
+
+
+def columns(problem: Problem) -> tuple[int, int]:
+    """Returns the columns of an iteration of the weights' kernel, and of a program of dq's kernel."""
+    return (16, 16) if _is_interpreted(problem) else (64, 128)
+
+
 def padded_heads(problem: Problem) -> int:
     return max(16, slots_of_heads(problem.group_size))
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 import flexattn
 from flexattn import attention
+from flexattn.call_cache import clear_cache
 from flexattn.dispatch import reference
 from flexattn.dispatch.sample import sample_operands
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.kernels_triton.sparse import backward
+from flexattn.kernels_triton.sparse import backward, tiles
 from flexattn.ops import make_spec, spec_to_run
 from flexattn.testing import GRADIENT_FACTOR, check_close
 from tests.support.compiled_kernels import compile_sound
@@ -66,7 +67,7 @@ def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = 
         for lead, n, dim in zip((tokens, keys, keys), (heads, heads_kv, heads_kv), (dims[0], *dims), strict=True)
     )
     if "latent" in case:
-        v = k[..., : dims[1]]
+        v = k.detach()[..., : dims[1]].requires_grad_()  # the same memory, with a gradient of its own
     listed = -(-skv // block)
     indices, counts = draw_lists(tokens, lists, listed, 3 if block == 16 else ENTRIES, repeats=True, device=DEVICE)
     given |= {"q": q, "k": k, "v": v, "kv_indices": indices}
@@ -121,6 +122,18 @@ def test_chunks_of_queries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = call(case)
     for deterministic in (False, True):
         check(given, deterministic)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["many heads, packed lengths, counts, softcap, sink", pytest.param("many heads, causal, latent", marks=pytest.mark.slow)],
+)
+def test_weights_may_have_a_kernel_of_their_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = tiles.backward_tile
+    monkeypatch.setattr(tiles, "backward_tile", lambda problem: tile(problem)._replace(apart=True))
+    clear_cache()
+    check(call(case, torch.float16, (272, 256) if "latent" in case else (24, 40)), deterministic=True)
+    clear_cache()
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
