@@ -492,7 +492,7 @@ def _lowered(program: Program, capture_layouts: tuple[object, ...], is_fp32: boo
     return mods, _functions(program, capture_layouts, is_fp32, hoisted, None) if hoisted.per_distance is not None else None
 
 
-def _functions(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool, hoisted: Any, tabulated: Any) -> Any:
+def _functions(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool, hoisted: Any, tabulated: Any) -> object:
     """Returns the Triton functions. hoisted: the hoisted graphs. tabulated: the graph to tabulate, for the maker of tables."""
     from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT
     from flexattn.kernels_triton.common.problem import Mods

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common import crossovers
@@ -23,34 +24,35 @@ from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_larg
 
 _NEVER_RAN = "it was compiled and emulated, and never run on such a GPU"
 
-MMA_HAS_RUN = False
-"""Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
-
 HOPPER_SPARSE_HAS_RUN = False
-"""The same for the families for lists of keys on sm_90."""
+"""Whether the families for lists of keys on sm_90 run without a request."""
 
 
-def _hopper(name: str) -> Any:
+FITTED_HAS_RUN = False
+"""Whether `Family.fitted_tile` is used without a request."""
+
+
+def _hopper(name: str) -> ModuleType:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
     return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
 
 
-def _blackwell(name: str) -> Any:
+def _blackwell(name: str) -> ModuleType:
     """Returns a module of kernels for sm_100, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.blackwell.{name}")
 
 
-def _mma(name: str) -> Any:
+def _mma(name: str) -> ModuleType:
     """Returns a module of kernels for mma.sync, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.mma.{name}")
 
 
-def _sparse(name: str) -> Any:
+def _sparse(name: str) -> ModuleType:
     """Returns a module of kernels for lists of keys, imported when a call has them."""
     return importlib.import_module(f"flexattn.kernels_triton.sparse.{name}")
 
 
-def _gluon(name: str) -> Any:
+def _gluon(name: str) -> ModuleType:
     """Returns a module that kernels in Gluon share, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.gluon.{name}")
 
@@ -73,6 +75,7 @@ class Family(Generic[Call]):
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU; if False, they run only on request
+    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile for its head dims that no GPU has run; None: there is none
 
 
 class Policy(NamedTuple):
@@ -116,11 +119,17 @@ def choose(call: Call, policy: Policy) -> Choice:
             reason = crossovers.slower(use, facts)
             why, rule = "the fastest in benchmarks of such calls", crossovers.deciding(use, facts)
         if reason is None:
-            return Choice(family, family.tile(call), why, tuple(rejected), rule)
+            return Choice(family, _tile(family, call, policy), why, tuple(rejected), rule)
         rejected.append((family.name, reason))
     portable = order[-1]
     why = "the kernels for lists of keys" if is_sparse else "the kernels for every GPU and every call"
     return Choice(portable, portable.tile(call), why, tuple(rejected))
+
+
+def _tile(family: Family[Any], call: Any, policy: Policy) -> Any:
+    is_asked = FITTED_HAS_RUN or policy.takes_what_never_ran
+    fitted = family.fitted_tile(call) if is_asked else None
+    return family.tile(call) if fitted is None else fitted
 
 
 def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str | None:
@@ -160,7 +169,7 @@ def _unsupported_out(call: Forward) -> str | None:
     return "it writes out in 16 bits" if call.out.element_size() > max(2, call.problem.q.element_size()) else None
 
 
-def _never(call: Any) -> None:
+def _never(call: object) -> None:
     """Returns None, for a family without any reason against it."""
 
 
@@ -245,7 +254,7 @@ PORTABLE_BACKWARD = Family[Backward](
 )
 
 
-def _gluon_splits(call: Forward, tile: Any, programs: int = 1) -> Splits:
+def _gluon_splits(call: Forward, tile: object, programs: int = 1) -> Splits:
     conditions = _gluon("conditions")
     group = conditions.heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *conditions.tiles_and_room(call.problem, tile, group, programs))
@@ -261,6 +270,7 @@ HOPPER_FORWARD = Family[Forward](
     splits=_gluon_splits,
     facts=lambda call: _hopper("conditions").forward_facts(call.problem),
     capabilities=frozenset((90,)),
+    fitted_tile=lambda call: _hopper("conditions").fitted_forward_tile(call.problem),
 )
 
 
@@ -276,7 +286,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
 )
 
 
-def _fp8_cache_splits(call: Forward, tile: Any) -> Splits:
+def _fp8_cache_splits(call: Forward, tile: object) -> Splits:
     kernels = _hopper("fp8_cache")
     group = kernels.heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
@@ -349,7 +359,6 @@ MMA_FORWARD = Family[Forward](
     run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(call, tile, SPLIT_PROGRAMS),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 
@@ -358,6 +367,7 @@ MMA_FP8_FORWARD = replace(
     name="mma.sync FP8",
     unsupported=lambda call: _mma("conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
     capabilities=frozenset((89, 120)),
+    has_run=False,
 )
 
 
@@ -379,7 +389,7 @@ def _unsupported_in_fp8(call: Backward) -> str | None:
     return "gradients of a bias and of captures need values that only the portable backward writes" if is_reached else None
 
 
-def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> None:
+def _run_backward(launcher: Callable[..., None], call: Backward, tile: object) -> None:
     from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
 
     launcher(call, tile)
@@ -414,6 +424,7 @@ HOPPER_FUSED = Family[Backward](
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused").fused_backward, call, tile),
     capabilities=frozenset((90,)),
+    fitted_tile=lambda call: _hopper("conditions").fitted_fused_tile(call.problem),
 )
 
 HOPPER_FUSED_192 = Family[Backward](
@@ -424,7 +435,7 @@ HOPPER_FUSED_192 = Family[Backward](
         or _hopper("conditions").fused_192_unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    tile=lambda call: _hopper("conditions").HOPPER_FUSED_192,
+    tile=lambda call: _hopper("conditions").fused_192_tile(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused_192").fused_192_backward, call, tile),
     capabilities=frozenset((90,)),
@@ -454,7 +465,6 @@ MMA_FUSED = Family[Backward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 MMA_TWO_KERNELS = Family[Backward](
@@ -467,7 +477,6 @@ MMA_TWO_KERNELS = Family[Backward](
     ),
     run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
@@ -570,7 +579,7 @@ SPARSE_BACKWARD = Family[Backward](
 def _dequantized(family: Family[Backward]) -> Family[Backward]:
     """Runs a 16-bit family on dequantised FP8 operands."""
 
-    def evaluate(question: Callable[[Backward], Any], call: Backward) -> Any:
+    def evaluate(question: Callable[[Backward], object], call: Backward) -> Any:
         """Calls a family's function with the 16-bit call, on meta tensors."""
         x = call.problem
         problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")
@@ -588,6 +597,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
         name=f"{family.name}, dequantized",
         unsupported=lambda call: _unsupported_in_fp8(call) or evaluate(family.unsupported, call),
         tile=lambda call: evaluate(family.tile, call),
+        fitted_tile=lambda call: evaluate(family.fitted_tile, call),
         facts=lambda call: evaluate(family.facts, call),
         rules=family.rules or family.name,
         run=run,
