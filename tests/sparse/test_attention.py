@@ -36,7 +36,9 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = (16, 24)) -> dict[str, Any]:
     """Returns the arguments of a call with features by name. Packed sequences have gaps, and dense ones padding that is NaN."""
-    heads, heads_kv = (3, 1) if "three heads" in case else (20, 1) if "many heads" in case else (4, 2)
+    heads, heads_kv = (
+        (3, 1) if "three heads" in case else (20, 1) if "many heads" in case else (100, 1) if "hundred" in case else (4, 2)
+    )
     lists = 0 if "one list" in case else heads_kv
     factor = 3 if "long" in case else 1
     lengths_kv = [factor * n for n in LENGTHS_KV]
@@ -252,7 +254,7 @@ def compile_gates(
         names += [(sm, dims, *key) for key in found]
     for name, report in zip(names, compile_sound(requests), strict=True):
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[name[0]], f"{name}: {report.shared_bytes}"
-        if not any(text in name[2] for text in ("entries", "slots", "sums")):
+        if not any(text in name[2] for text in ("entries", "slots", "sums", "delta")):
             assert report.matrix_instructions, name
         assert report.spill_instructions <= SPILLS, f"{name}: {report.spill_instructions}"
 
@@ -260,6 +262,13 @@ def compile_gates(
 @pytest.mark.slow
 def test_kernels_compile_for_sm_90() -> None:
     compile_gates([(90, (64, 64), "causal, one list")], ways=(False,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90])
+def test_kernels_of_weights_alone_compile(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "WEIGHTS_APART", True)
+    compile_gates([(sm, (576, 512), "hundred heads, causal, counts, latent")], ways=(False,))
 
 
 @pytest.mark.slow
