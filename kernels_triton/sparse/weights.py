@@ -193,13 +193,14 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
 @kernel
 def _sparse_delta_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     # Writes the delta of a query's heads, and their parts of the gradient of softmax_offset.
+    BLOCK_M: tl.constexpr = META.BLOCK_M
     local, query, _, is_query = _query_of(tl.program_id(0), args, KV_BLOCK, META)
-    delta = tl.zeros([META.BLOCK_M], tl.float32)
+    delta = tl.zeros([BLOCK_M], tl.float32)
     p_sink = delta
     if is_query:
         delta = _delta_of(args, query, META)
         p_sink = _p_sink_of(args, query, _lse_log2_of(args, query, META), META)
-        is_head = tl.arange(0, META.BLOCK_M) < query.num_heads
+        is_head = tl.arange(0, BLOCK_M) < query.num_heads
         tl.store(args.delta_ptr + rows_of_heads(query, args.inputs, META), delta, mask=is_head)
     _store_dsink(args, local, query, -p_sink * delta, META)
 

@@ -17,7 +17,7 @@ from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.kernels_triton.sparse import backward, tiles
+from flexattn.kernels_triton.sparse import backward, tiles, weights
 from flexattn.ops import make_spec, spec_to_run
 from flexattn.testing import GRADIENT_FACTOR, check_close
 from tests.support.compiled_kernels import compile_sound
@@ -268,7 +268,12 @@ def test_kernels_compile_for_sm_90() -> None:
 @pytest.mark.parametrize("sm", [80, 90])
 def test_kernels_of_weights_alone_compile(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "WEIGHTS_APART", True)
-    compile_gates([(sm, (576, 512), "hundred heads, causal, counts, latent")], ways=(False,))
+    launches = launches_of(call("hundred heads, causal, counts, latent", torch.bfloat16, (576, 512)), sm, False)
+    requests = [request_for(launch, sm) for launch in launches if launch.kernel.fn.__module__ == weights.__name__]
+    assert len(requests) == 3
+    for report in compile_sound(requests):
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
+        assert not report.spill_instructions
 
 
 @pytest.mark.slow
