@@ -15,19 +15,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Inputs, Lengths, Parts, Pointer, Rows, Saved
-from flexattn.kernels_triton.common.exponents import LOG2E
-from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.arguments import Inputs, Lengths, Pointer, Rows
 from flexattn.kernels_triton.common.problem import Backward, rows
-from flexattn.kernels_triton.common.scores import logits, through_mods
 from flexattn.kernels_triton.common.sequences import load_sequence
-from flexattn.kernels_triton.common.sinks import load_sink
-from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
@@ -35,152 +29,14 @@ from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse import tiles
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
-    head_offsets,
-    heads_of,
     key_lists,
     load_entries_at,
-    load_heads,
-    load_keys,
-    load_values,
     query_of_token,
-    rows_of_heads,
-    store_heads,
 )
+from flexattn.kernels_triton.sparse.weights import LINE, Chunk, Weights
 
 MOST_BYTES = 2**30
 """Memory for the weights and rows of a chunk of queries. A chunk has at least one query."""
-
-LINE = tl.constexpr(16)  # the weights of a query and head begin at multiples of this number of elements
-
-
-class Chunk(NamedTuple):
-    """Queries whose weights are in memory together."""
-
-    first: int | tl.tensor  # the first token
-    slots_ptr: Pointer  # int32 [tokens]: batch index * longest_q + position of each query, -1 for padding; None: tokens are dense
-    p_ptr: WidePointer  # weights [tokens of the chunk, heads, lines * LINE], in q's dtype
-    ds_ptr: WidePointer  # likewise gradients of the logits
-    lines: int
-
-
-class DqArguments(NamedTuple):
-    inputs: Inputs
-    lists: KeyLists
-    saved: Saved
-    dout: Rows
-    dq: Rows
-    chunk: Chunk
-    dsink_ptr: Pointer  # [h, tokens], or None: the parts of the gradient of softmax_offset
-
-
-class _Loss(NamedTuple):
-    """The rows of a query's heads: dout, and the statistics of their softmax."""
-
-    dout: Parts
-    lse_log2: tl.tensor
-    delta: tl.tensor
-
-
-@triton.jit
-def _delta_of(args: DqArguments, query, META: tl.constexpr):
-    # Returns sum(out * dout). Few columns at a time are in registers.
-    BLOCK_M: tl.constexpr = META.BLOCK_M
-    HEAD_DIM: tl.constexpr = META.HEAD_DIM_V
-    WIDTH: tl.constexpr = min(META.V0, 64)
-    out = row_pointer(args.saved.out, query.b, query.h, query.start_q + query.i, META)
-    dout = row_pointer(args.dout, query.b, query.h, query.start_q + query.i, META)
-    out_heads, dout_heads = head_offsets(args.saved.out, META), head_offsets(args.dout, META)
-    delta = tl.zeros([BLOCK_M], tl.float32)
-    for column in tl.static_range(0, HEAD_DIM, WIDTH):
-        x = load_tile(out, out_heads, 0, query.num_heads, column, WIDTH, HEAD_DIM, True)
-        y = load_tile(dout, dout_heads, 0, query.num_heads, column, WIDTH, HEAD_DIM, True)
-        delta += tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
-    return delta
-
-
-@triton.jit
-def _load_loss(args: DqArguments, query, META: tl.constexpr):
-    dout = load_heads(args.dout, query, META.V0, META.V1, META.HEAD_DIM_V, META)
-    delta = _delta_of(args, query, META)
-    row = rows_of_heads(query, args.inputs, META)
-    is_head = tl.arange(0, META.BLOCK_M) < query.num_heads
-    if args.saved.dlse_ptr is not None:
-        delta -= tl.load(args.saved.dlse_ptr + row, mask=is_head, other=0.0)
-    lse = tl.load(args.saved.lse_ptr + row, mask=is_head, other=float("inf"))
-    return _Loss(dout=dout, lse_log2=tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E, delta=delta)
-
-
-@kernel
-def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.constexpr):
-    BLOCK_M: tl.constexpr = META.BLOCK_M
-    BLOCK_N: tl.constexpr = META.BLOCK_N
-    QK0: tl.constexpr = META.QK0
-    QK1: tl.constexpr = META.QK1
-    inputs = args.inputs
-    chunk = args.chunk
-    parts = tl.cdiv(inputs.group_size, BLOCK_M) * (inputs.num_heads // inputs.group_size)
-    part = tl.program_id(0) % parts
-    local = tl.program_id(0) // parts
-    token = chunk.first + local
-    query, row, is_query = query_of_token(token, part, chunk.slots_ptr, inputs, args.lists, KV_BLOCK, META)
-    is_head = tl.arange(0, BLOCK_M) < query.num_heads
-    dsink = args.dsink_ptr
-    if dsink is not None:
-        tokens = inputs.lengths_q.num_tokens * (1 if META.IS_RAGGED_Q else inputs.lengths_q.batch)
-        dsink += heads_of(query, META).to(tl.int64) * tokens + token
-    dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
-    dq1 = dq0
-    if QK1 > 0:
-        dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
-    if META.HAS_LENGTHS:
-        if not is_query:
-            store_heads(args.dq, Parts(first=dq0, second=dq1), row, query, QK0, QK1, META.HEAD_DIM_QK, META)
-            if dsink is not None:
-                tl.store(dsink, tl.zeros([BLOCK_M], tl.float32), mask=is_head)
-            return
-    q = load_heads(inputs.q, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
-    loss = _load_loss(args, query, META)
-    k_base = row_pointer(inputs.k, query.b, query.h_kv, query.start_kv, META)
-    v_base = row_pointer(inputs.v, query.b, query.h_kv, query.start_kv, META)
-    head = head_of(inputs.scores, query.b, query.h, query.len_q, query.len_kv, query.shift, None, META)
-    p_sink = tl.zeros([BLOCK_M], tl.float32)
-    if META.HAS_SINK:
-        sink = load_sink(inputs.softmax_offset_ptr, tl.where(is_head, heads_of(query, META), 0), LOG2E, META)
-        p_sink = tl.exp2(sink - loss.lse_log2)
-    p_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-    if META.NORMALIZES:  # the probabilities from an lse in fp32 do not sum to 1 exactly enough for fp32 results
-        row_sum = p_sink
-        for first in tl.range(0, query.num_entries, BLOCK_N):
-            keys = load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
-            s, factor, _, _ = logits(keys.qk, query.i, keys.j[None, :], inputs.scores.scale, head, None, META)
-            p = tl.exp2(tl.fma(s, factor, -loss.lse_log2[:, None]))
-            row_sum += tl.sum(tl.where(keys.is_seen[None, :], p, 0.0), 1)
-        p_scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
-    if dsink is not None:
-        tl.store(dsink, -p_sink * p_scale * loss.delta, mask=is_head)
-    stride = chunk.lines * LINE
-    weights = (tl.cast(local, tl.int64) * inputs.num_heads + heads_of(query, META)) * stride
-    weights = weights[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    for first in tl.range(0, query.num_entries, BLOCK_N):
-        keys = load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
-        v0, v1 = load_values(query, keys, v_base, inputs, META)
-        dp = tl.dot(loss.dout.first, tl.trans(v0), input_precision=META.PRECISION)
-        if META.V1 > 0:
-            dp = tl.dot(loss.dout.second, tl.trans(v1), dp, input_precision=META.PRECISION)
-        s, factor, cap_tanh, score = logits(keys.qk, query.i, keys.j[None, :], inputs.scores.scale, head, None, META)
-        p = tl.exp2(tl.fma(s, factor, -loss.lse_log2[:, None])) * p_scale[:, None]
-        p = tl.where(keys.is_seen[None, :], p, 0.0)
-        ds = through_mods(p * (dp - loss.delta[:, None]), cap_tanh, score, query.i, keys.j, head, None, META)
-        p = p.to(q.first.dtype)
-        ds = ds.to(q.first.dtype)
-        dq0 = tl.dot(ds, keys.k0, dq0, input_precision=META.PRECISION)
-        if META.QK1 > 0:
-            dq1 = tl.dot(ds, keys.k1, dq1, input_precision=META.PRECISION)
-        is_weight = is_head[:, None] & (first + tl.arange(0, BLOCK_N) < query.num_entries)[None, :]
-        tl.store(chunk.p_ptr + first + weights, p, mask=is_weight)
-        tl.store(chunk.ds_ptr + first + weights, ds, mask=is_weight)
-    scale = inputs.scores.scale
-    store_heads(args.dq, Parts(first=dq0 * scale, second=dq1 * scale), query.i, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
 
 
 class SlotArguments(NamedTuple):
@@ -204,9 +60,9 @@ class Listed(NamedTuple):
     keys_ptr: Pointer  # int32 [list heads, tokens * entries]: the unit of each entry, or the number of units if it is not seen
     order_ptr: Pointer  # int64, likewise: the entries by unit
     starts_ptr: Pointer  # int32 [list heads, units + 1]: the first of each unit
-    tokens: int  # of the chunk
-    entries: int  # of a query
-    units: int  # of all sequences
+    tokens: int  # tokens of the chunk
+    entries: int  # entries of a query
+    units: int  # units of all sequences
 
 
 class EntryArguments(NamedTuple):
@@ -410,23 +266,11 @@ def sparse_backward(call: Backward, tile: Tile) -> None:
                 gradient.zero_()
         return
     chunks = _Chunks(call)
-    meta = x.meta(tile, (call.out, call.dout, call.dq))._replace(IS_LATENT=x.is_latent)
-    dsink = None if dsoftmax_offset is None else dsoftmax_offset.new_empty((x.num_heads, chunks.num_tokens))
+    weights = Weights(call, tile)
     for chunk, listed in chunks:
-        args = DqArguments(
-            inputs=x.inputs(meta),
-            lists=key_lists(x),
-            saved=Saved(out=rows(call.out, meta), lse_ptr=call.lse, dlse_ptr=call.dlse),
-            dout=rows(call.dout, meta),
-            dq=rows(call.dq, meta),
-            chunk=chunk,
-            dsink_ptr=dsink,
-        )
-        programs = cdiv(x.group_size, tile.block_m) * x.num_heads_kv * listed.tokens
-        launch(_sparse_bwd_dq_kernel, programs, x.device, tile, (args, x.kv_block, meta))
+        weights.write(chunk, listed.tokens)
         chunks.add_products(chunk, listed)
-    if dsoftmax_offset is not None and dsink is not None:
-        torch.sum(dsink, 1, out=dsoftmax_offset)
+    weights.finish()
     call.dk.copy_(chunks.sums_k)
     call.dv.copy_(chunks.sums_v)
 

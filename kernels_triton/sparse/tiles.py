@@ -19,13 +19,34 @@ def forward_tile(problem: Problem) -> Tile:
     return _tile(problem, 64)
 
 
+WEIGHTS_APART = False
+"""Whether the weights of 64 heads or more with large head dims have a kernel of their own. No GPU has timed it."""
+
+
 def backward_tile(problem: Problem) -> Tile:
-    """Returns the tile of dq."""
+    """Returns the tile of dq and the weights, or with `apart` of a kernel for the weights alone."""
     x = problem
+    heads = padded_heads(x)
     if x.head_dims < _WIDE or x.q.element_size() > 2 or _is_interpreted(x):
         return _tile(x, 64 if x.q.element_size() == 2 else 32)
-    entries = 32 if capability_of(x.device) in _LARGE_MEMORY else 16
-    return Tile(min(padded_heads(x), 32), entries, 8, 2)
+    is_large = capability_of(x.device) in _LARGE_MEMORY
+    if WEIGHTS_APART and is_large and heads >= 64:
+        return Tile(min(heads, 128), 128, 8, 3, apart=True)
+    return Tile(min(heads, 32), 32 if is_large else 16, 8, 2)
+
+
+def delta_tile(problem: Problem) -> Tile:
+    return Tile(16, 16, 4, 1)
+
+
+def dq_tile(problem: Problem) -> Tile:
+    """Returns the tile of dq, if weights have a kernel of their own: heads, and entries of an iteration."""
+    return Tile(16, 16, 4, 1) if _is_interpreted(problem) else Tile(min(padded_heads(problem), 128), 64, 8, 3)
+
+
+def columns(problem: Problem) -> tuple[int, int]:
+    """Returns the columns of an iteration of the weights' kernel, and of a program of dq's kernel."""
+    return (16, 16) if _is_interpreted(problem) else (64, 128)
 
 
 def padded_heads(problem: Problem) -> int:

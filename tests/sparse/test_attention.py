@@ -10,13 +10,14 @@ from torch import Tensor
 
 import flexattn
 from flexattn import attention
+from flexattn.call_cache import clear_cache
 from flexattn.dispatch import reference
 from flexattn.dispatch.sample import sample_operands
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.kernels_triton.sparse import backward
+from flexattn.kernels_triton.sparse import backward, tiles, weights
 from flexattn.ops import make_spec, spec_to_run
 from flexattn.testing import GRADIENT_FACTOR, check_close
 from tests.support.compiled_kernels import compile_sound
@@ -35,7 +36,9 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = (16, 24)) -> dict[str, Any]:
     """Returns the arguments of a call with features by name. Packed sequences have gaps, and dense ones padding that is NaN."""
-    heads, heads_kv = (3, 1) if "three heads" in case else (20, 1) if "many heads" in case else (4, 2)
+    heads, heads_kv = (
+        (3, 1) if "three heads" in case else (20, 1) if "many heads" in case else (100, 1) if "hundred" in case else (4, 2)
+    )
     lists = 0 if "one list" in case else heads_kv
     factor = 3 if "long" in case else 1
     lengths_kv = [factor * n for n in LENGTHS_KV]
@@ -66,7 +69,7 @@ def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = 
         for lead, n, dim in zip((tokens, keys, keys), (heads, heads_kv, heads_kv), (dims[0], *dims), strict=True)
     )
     if "latent" in case:
-        v = k[..., : dims[1]]
+        v = k.detach()[..., : dims[1]].requires_grad_()  # the same memory, with a gradient of its own
     listed = -(-skv // block)
     indices, counts = draw_lists(tokens, lists, listed, 3 if block == 16 else ENTRIES, repeats=True, device=DEVICE)
     given |= {"q": q, "k": k, "v": v, "kv_indices": indices}
@@ -121,6 +124,18 @@ def test_chunks_of_queries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = call(case)
     for deterministic in (False, True):
         check(given, deterministic)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["many heads, packed lengths, counts, softcap, sink", pytest.param("many heads, causal, latent", marks=pytest.mark.slow)],
+)
+def test_weights_may_have_a_kernel_of_their_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = tiles.backward_tile
+    monkeypatch.setattr(tiles, "backward_tile", lambda problem: tile(problem)._replace(apart=True))
+    clear_cache()
+    check(call(case, torch.float16, (272, 256) if "latent" in case else (24, 40)), deterministic=True)
+    clear_cache()
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
@@ -232,13 +247,14 @@ def compile_gates(
         for deterministic in ways:
             for launch in launches_of(call(case, dtype, dims), sm, deterministic):
                 target = [x for x in launch.arguments if isinstance(x, backward.Target)]
-                found[launch.kernel.__name__, deterministic, *(x.IS_K for x in target)] = launch
+                key = (launch.kernel.__name__, deterministic, *(x.IS_K for x in target))
+                found[key] = launch
         assert len({name for name, *_ in found}) >= 4
         requests += [request_for(launch, sm) for launch in found.values()]
         names += [(sm, dims, *key) for key in found]
     for name, report in zip(names, compile_sound(requests), strict=True):
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[name[0]], f"{name}: {report.shared_bytes}"
-        if not any(text in name[2] for text in ("entries", "slots", "sums")):
+        if not any(text in name[2] for text in ("entries", "slots", "sums", "delta")):
             assert report.matrix_instructions, name
         assert report.spill_instructions <= SPILLS, f"{name}: {report.spill_instructions}"
 
@@ -246,6 +262,18 @@ def compile_gates(
 @pytest.mark.slow
 def test_kernels_compile_for_sm_90() -> None:
     compile_gates([(90, (64, 64), "causal, one list")], ways=(False,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90])
+def test_kernels_of_weights_alone_compile(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "WEIGHTS_APART", True)
+    launches = launches_of(call("hundred heads, causal, counts, latent", torch.bfloat16, (576, 512)), sm, False)
+    requests = [request_for(launch, sm) for launch in launches if launch.kernel.fn.__module__ == weights.__name__]
+    assert len(requests) == 3
+    for report in compile_sound(requests):
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
+        assert not report.spill_instructions
 
 
 @pytest.mark.slow
