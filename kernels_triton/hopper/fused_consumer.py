@@ -334,7 +334,7 @@ def _consume_block(
         store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
         store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)
         if META.DIM1 > 0:
-            store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, DIM)
+            store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, DIM)  # type: ignore[operator]
             store_key_gradient(args.dv32, scaled(dv1, draws, META), block, CONSUMER * ROWS, DIM)
     else:
         k16_tiles.index(k_tile + CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
@@ -344,7 +344,7 @@ def _consume_block(
             tiles.v.index(v_tile + CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
         if META.DIM1 > 0:
             k1, v1 = tiles.second.k.index(k_tile + CONSUMER), tiles.second.v.index(v_tile + CONSUMER)
-            k1.reshape([ROWS, META.DIM1]).store((dk1 * scores.scale).to(DTYPE))
+            k1.reshape([ROWS, META.DIM1]).store((dk1 * scores.scale).to(DTYPE))  # type: ignore[operator]
             v1.reshape([ROWS, META.DIM1]).store(scaled(dv1, draws, META).to(DTYPE))
     fence_async_shared()
     pipeline.release(barriers.dkdv_full, Stage(begun.blocks, META.K_STAGES))
