@@ -81,9 +81,21 @@ def _begin_dp(tiles: FusedTiles, consumer_v, value_tile, dout, index, zeros, MET
 
 
 @gluon.jit
-def _begin_second_sum(left, tiles, index, sums, META: gl.constexpr):
-    # Issues the second part of dk's or dv's product, from the tiles of q or dout
-    return warpgroup_mma(left, tiles.index(index).reshape([META.BLOCK_M, META.DIM1]), sums, is_async=True)
+def _begin_second_dv(p16, tiles: FusedTiles, index, dv1, META: gl.constexpr):
+    if META.DIM1 > 0:
+        dout1 = tiles.second.dout.index(index).reshape([META.BLOCK_M, META.DIM1])
+        return warpgroup_mma(p16, dout1, dv1, is_async=True)  # dV += P dO
+    else:
+        return dv1
+
+
+@gluon.jit
+def _begin_second_dk(ds16, tiles: FusedTiles, index, dk1, META: gl.constexpr):
+    if META.DIM1 > 0:
+        q1 = tiles.second.q.index(index).reshape([META.BLOCK_M, META.DIM1])
+        return warpgroup_mma(ds16, q1, dk1, is_async=True)  # dK += dS Q
+    else:
+        return dk1
 
 
 @gluon.jit
@@ -115,6 +127,26 @@ def _wait_for_sums(sums, sums1, left, IN_FLIGHT: gl.constexpr, META: gl.constexp
     return sums, sums1, left
 
 
+class KeySums(NamedTuple):
+    """dk, without the softmax scale, and dv of a consumer's 64 keys, in one or two parts."""
+
+    dk: gl.tensor
+    dk1: Any  # (), like dv1, if there is one part
+    dv: gl.tensor
+    dv1: Any
+
+
+@gluon.jit
+def _wait_for_all_sums(sums: KeySums, p16, ds16, IN_FLIGHT: gl.constexpr, META: gl.constexpr):
+    # Returns dv, dv1, p16, dk, dk1, ds16
+    dv, dv1, dk, dk1 = sums.dv, sums.dv1, sums.dk, sums.dk1
+    if META.DIM1 > 0:
+        dv, dv1, p16, dk, dk1, ds16 = warpgroup_mma_wait(IN_FLIGHT, deps=[dv, dv1, p16, dk, dk1, ds16])
+    else:
+        dv, p16, dk, ds16 = warpgroup_mma_wait(IN_FLIGHT, deps=[dv, p16, dk, ds16])
+    return dv, dv1, p16, dk, dk1, ds16
+
+
 @gluon.jit
 def _write_both_dq(dq, dq1, tiles: FusedTiles, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
     write_dq(dq, ring, n, CONSUMER, META)
@@ -129,15 +161,6 @@ def _begin_turns(iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
             announce_read(0, CONSUMER)
         if META.PINGPONG and CONSUMER == 1:
             named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
-
-
-class KeySums(NamedTuple):
-    """dk, without the softmax scale, and dv of a consumer's 64 keys, in one or two parts."""
-
-    dk: gl.tensor
-    dk1: Any  # (), like dv1, if there is one part
-    dv: gl.tensor
-    dv1: Any
 
 
 @gluon.jit
@@ -304,8 +327,7 @@ def _consume_block(
             mbarrier.wait(barriers.dout_full.index(index), phase)
             dq, dq1 = _wait_for_dq(dq, dq1, 0, META)
         dv = warpgroup_mma(p16, dout16_tiles.index(index).reshape([BLOCK_M, DIM]), dv, is_async=True)  # dV += P dO
-        if META.DIM1 > 0:
-            dv1 = _begin_second_sum(p16, tiles.second.dout, index, dv1, META)  # dV += P dO
+        dv1 = _begin_second_dv(p16, tiles, index, dv1, META)  # dV += P dO
         if META.DP_FIRST:
             dp = warpgroup_mma_wait(PARTS, deps=[dp])
         else:
@@ -334,8 +356,7 @@ def _consume_block(
             if META.DOUT_APART:
                 pipeline.release(barriers.dout_empty, stage)
         dk = warpgroup_mma(ds16, q16_tiles.index(index).reshape([BLOCK_M, DIM]), dk, is_async=True)  # dK += dS Q
-        if META.DIM1 > 0:
-            dk1 = _begin_second_sum(ds16, tiles.second.q, index, dk1, META)  # dK += dS Q
+        dk1 = _begin_second_dk(ds16, tiles, index, dk1, META)  # dK += dS Q
         fence_async_shared()  # during the product
         announce_written(current, CONSUMER)
         if META.DP_FIRST:
@@ -350,11 +371,8 @@ def _consume_block(
         # one product with each warpgroup's keys, and one for the second part
         DQ_IN_FLIGHT: gl.constexpr = 1 + PARTS if META.DP_FIRST else 0
         if META.DP_FIRST and META.DV_WITH_DK:
-            if META.DIM1 > 0:
-                deps = [dv, dv1, p16, dk, dk1, ds16]
-                dv, dv1, p16, dk, dk1, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=deps)
-            else:
-                dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[dv, p16, dk, ds16])
+            sums = KeySums(dk=dk, dk1=dk1, dv=dv, dv1=dv1)
+            dv, dv1, p16, dk, dk1, ds16 = _wait_for_all_sums(sums, p16, ds16, DQ_IN_FLIGHT + SCORES_IN_FLIGHT, META)
             if META.DOUT_APART:
                 pipeline.release(barriers.dout_empty, stage)
         else:
