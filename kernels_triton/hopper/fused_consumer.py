@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -79,9 +81,21 @@ def _begin_dp(tiles: FusedTiles, consumer_v, value_tile, dout, index, zeros, MET
 
 
 @gluon.jit
-def _begin_second_sum(left, tiles, index, sums, META: gl.constexpr):
-    # Issues the second part of dk's or dv's product, from the tiles of q or dout
-    return warpgroup_mma(left, tiles.index(index).reshape([META.BLOCK_M, META.DIM1]), sums, is_async=True)
+def _begin_second_dv(p16, tiles: FusedTiles, index, dv1, META: gl.constexpr):
+    if META.DIM1 > 0:
+        dout1 = tiles.second.dout.index(index).reshape([META.BLOCK_M, META.DIM1])
+        return warpgroup_mma(p16, dout1, dv1, is_async=True)  # dV += P dO
+    else:
+        return dv1
+
+
+@gluon.jit
+def _begin_second_dk(ds16, tiles: FusedTiles, index, dk1, META: gl.constexpr):
+    if META.DIM1 > 0:
+        q1 = tiles.second.q.index(index).reshape([META.BLOCK_M, META.DIM1])
+        return warpgroup_mma(ds16, q1, dk1, is_async=True)  # dK += dS Q
+    else:
+        return dk1
 
 
 @gluon.jit
@@ -113,6 +127,26 @@ def _wait_for_sums(sums, sums1, left, IN_FLIGHT: gl.constexpr, META: gl.constexp
     return sums, sums1, left
 
 
+class KeySums(NamedTuple):
+    """dk, without the softmax scale, and dv of a consumer's 64 keys, in one or two parts."""
+
+    dk: gl.tensor
+    dk1: Any  # (), like dv1, if there is one part
+    dv: gl.tensor
+    dv1: Any
+
+
+@gluon.jit
+def _wait_for_all_sums(sums: KeySums, p16, ds16, IN_FLIGHT: gl.constexpr, META: gl.constexpr):
+    # Returns dv, dv1, p16, dk, dk1, ds16
+    dv, dv1, dk, dk1 = sums.dv, sums.dv1, sums.dk, sums.dk1
+    if META.DIM1 > 0:
+        dv, dv1, p16, dk, dk1, ds16 = warpgroup_mma_wait(IN_FLIGHT, deps=[dv, dv1, p16, dk, dk1, ds16])
+    else:
+        dv, p16, dk, ds16 = warpgroup_mma_wait(IN_FLIGHT, deps=[dv, p16, dk, ds16])
+    return dv, dv1, p16, dk, dk1, ds16
+
+
 @gluon.jit
 def _write_both_dq(dq, dq1, tiles: FusedTiles, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
     write_dq(dq, ring, n, CONSUMER, META)
@@ -127,6 +161,59 @@ def _begin_turns(iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
             announce_read(0, CONSUMER)
         if META.PINGPONG and CONSUMER == 1:
             named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
+
+
+@gluon.jit
+def _zero_sums(META: gl.constexpr):
+    DIM: gl.constexpr = META.DIM
+    DIM1: gl.constexpr = META.DIM1
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    dk = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    dv = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    dk1 = ()
+    dv1 = ()
+    if DIM1 > 0:
+        DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM1, 16])
+        dk1 = gl.zeros([ROWS, DIM1], gl.float32, layout=DK1)
+        dv1 = gl.zeros([ROWS, DIM1], gl.float32, layout=DK1)
+    return dk, dk1, dv, dv1
+
+
+@gluon.jit
+def _store_sums(
+    args: FusedArguments,
+    tiles: FusedTiles,
+    sums: KeySums,
+    draws,
+    block: Block,
+    begun: Begun,
+    CONSUMER: gl.constexpr,
+    META: gl.constexpr,
+):
+    # Stores dk and dv, in 16 bits in the memory of this warpgroup's k and v
+    DIM: gl.constexpr = META.DIM
+    scale = args.scores.scale
+    k16_tiles = tiles.k
+    if META.IS_FP8:
+        k16_tiles = tiles.k16
+    DTYPE: gl.constexpr = k16_tiles.dtype
+    k_tile = 2 * pipeline.index(Stage(begun.blocks, META.K_STAGES)) + CONSUMER
+    v_tile = 2 * pipeline.index(Stage(begun.blocks, META.V_STAGES)) + CONSUMER
+    if args.dk32.ptr is not None:
+        store_key_gradient(args.dk32, sums.dk * scale, block, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dv32, scaled(sums.dv, draws, META), block, CONSUMER * ROWS, 0)
+        if META.DIM1 > 0:
+            store_key_gradient(args.dk32, sums.dk1 * scale, block, CONSUMER * ROWS, DIM)
+            store_key_gradient(args.dv32, scaled(sums.dv1, draws, META), block, CONSUMER * ROWS, DIM)
+    else:
+        k16_tiles.index(k_tile).reshape([ROWS, DIM]).store((sums.dk * scale).to(DTYPE))
+        if META.IS_FP8:
+            tiles.dout16.index(CONSUMER).reshape([META.BLOCK_M, DIM]).slice(0, ROWS, 0).store(sums.dv.to(DTYPE))
+        else:
+            tiles.v.index(v_tile).reshape([ROWS, DIM]).store(scaled(sums.dv, draws, META).to(DTYPE))
+        if META.DIM1 > 0:
+            tiles.second.k.index(k_tile).reshape([ROWS, META.DIM1]).store((sums.dk1 * scale).to(DTYPE))
+            tiles.second.v.index(v_tile).reshape([ROWS, META.DIM1]).store(scaled(sums.dv1, draws, META).to(DTYPE))
 
 
 @gluon.jit
@@ -164,16 +251,8 @@ def _consume_block(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     gl.static_assert(META.DP_FIRST or META.IS_AHEAD)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    dk = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
-    dv = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
-    dk1 = ()
-    dv1 = ()
+    dk, dk1, dv, dv1 = _zero_sums(META)
     PARTS: gl.constexpr = 2 if META.DIM1 > 0 else 1  # products for each of scores, dp, dv and dk
-    if META.DIM1 > 0:
-        DIM1: gl.constexpr = META.DIM1
-        DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM1, 16])
-        dk1 = gl.zeros([ROWS, DIM1], gl.float32, layout=DK1)
-        dv1 = gl.zeros([ROWS, DIM1], gl.float32, layout=DK1)
     n_start = block.first_row + CONSUMER * ROWS
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
@@ -224,7 +303,7 @@ def _consume_block(
                 raw_s = warpgroup_mma_wait(PARTS, deps=[raw_s])
         else:
             wait_written(last, CONSUMER)
-            dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile + zero, CONSUMER, META)  # of the last iteration
+            dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile + zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
         if META.PINGPONG:
             named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
@@ -248,8 +327,7 @@ def _consume_block(
             mbarrier.wait(barriers.dout_full.index(index), phase)
             dq, dq1 = _wait_for_dq(dq, dq1, 0, META)
         dv = warpgroup_mma(p16, dout16_tiles.index(index).reshape([BLOCK_M, DIM]), dv, is_async=True)  # dV += P dO
-        if META.DIM1 > 0:
-            dv1 = _begin_second_sum(p16, tiles.second.dout, index, dv1, META)  # dV += P dO
+        dv1 = _begin_second_dv(p16, tiles, index, dv1, META)  # dV += P dO
         if META.DP_FIRST:
             dp = warpgroup_mma_wait(PARTS, deps=[dp])
         else:
@@ -278,13 +356,12 @@ def _consume_block(
             if META.DOUT_APART:
                 pipeline.release(barriers.dout_empty, stage)
         dk = warpgroup_mma(ds16, q16_tiles.index(index).reshape([BLOCK_M, DIM]), dk, is_async=True)  # dK += dS Q
-        if META.DIM1 > 0:
-            dk1 = _begin_second_sum(ds16, tiles.second.q, index, dk1, META)  # dK += dS Q
+        dk1 = _begin_second_dk(ds16, tiles, index, dk1, META)  # dK += dS Q
         fence_async_shared()  # during the product
         announce_written(current, CONSUMER)
         if META.DP_FIRST:
             wait_written(last, CONSUMER)
-            dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile + zero, CONSUMER, META)  # of the last iteration
+            dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile + zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         if META.IS_AHEAD:  # the last iteration repeats its own scores, without use
             next_stage = Stage(n + 1, STAGES)
             next_index = gl.where(has_next, pipeline.index(next_stage), index)
@@ -294,11 +371,8 @@ def _consume_block(
         # one product with each warpgroup's keys, and one for the second part
         DQ_IN_FLIGHT: gl.constexpr = 1 + PARTS if META.DP_FIRST else 0
         if META.DP_FIRST and META.DV_WITH_DK:
-            if META.DIM1 > 0:
-                deps = [dv, dv1, p16, dk, dk1, ds16]
-                dv, dv1, p16, dk, dk1, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=deps)
-            else:
-                dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[dv, p16, dk, ds16])
+            sums = KeySums(dk=dk, dk1=dk1, dv=dv, dv1=dv1)
+            dv, dv1, p16, dk, dk1, ds16 = _wait_for_all_sums(sums, p16, ds16, DQ_IN_FLIGHT + SCORES_IN_FLIGHT, META)
             if META.DOUT_APART:
                 pipeline.release(barriers.dout_empty, stage)
         else:
@@ -324,28 +398,14 @@ def _consume_block(
     last = ds_slot(iterations + 1)
     wait_written(last, CONSUMER)
     if iterations > 0:
-        dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile, CONSUMER, META)  # of the last iteration
+        dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         dq, dq1 = _wait_for_dq(dq, dq1, 0, META)
         _write_both_dq(dq, dq1, tiles, ring, n, CONSUMER, META)
         hand_over_dq(ring, n, META)
     # k, and in FP8 dout in 16 bits, were also read by the other warpgroup, which no longer needs them
     named_barrier_sync(LAST, BOTH)
-    if args.dk32.ptr is not None:
-        store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
-        store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)
-        if META.DIM1 > 0:
-            store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, DIM)
-            store_key_gradient(args.dv32, scaled(dv1, draws, META), block, CONSUMER * ROWS, DIM)
-    else:
-        k16_tiles.index(k_tile + CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
-        if META.IS_FP8:
-            dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
-        else:
-            tiles.v.index(v_tile + CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
-        if META.DIM1 > 0:
-            k1, v1 = tiles.second.k.index(k_tile + CONSUMER), tiles.second.v.index(v_tile + CONSUMER)
-            k1.reshape([ROWS, META.DIM1]).store((dk1 * scores.scale).to(DTYPE))
-            v1.reshape([ROWS, META.DIM1]).store(scaled(dv1, draws, META).to(DTYPE))
+    sums = KeySums(dk=dk, dk1=dk1, dv=dv, dv1=dv1)
+    _store_sums(args, tiles, sums, draws, block, begun, CONSUMER, META)
     fence_async_shared()
     pipeline.release(barriers.dkdv_full, Stage(begun.blocks, META.K_STAGES))
 

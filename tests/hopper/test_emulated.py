@@ -33,7 +33,7 @@ from flexattn.kernels_triton.gluon import (
 )
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import conditions, dkdv_consumer, dq_consumer, fused_consumer
+from flexattn.kernels_triton.hopper import conditions, dkdv_consumer, dq_consumer, forward_parts, fused_consumer
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     make_call,
@@ -359,7 +359,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         hopper_forward,
         move("arrive(v_empty)", before="softmax()", within="_iterate"),
     ),
-    "forward: out is stored without a fence": (hopper_forward, drop("fence_async_shared()", within="_store_out")),
+    "forward: out is stored without a fence": (forward_parts, drop("fence_async_shared()", within="store_out")),
     "forward: q is released before its last scores": (
         hopper_forward,
         move("arrive(q_empty)", before="score_product()", within="_run"),
@@ -393,7 +393,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     ),
     "one pass, two tiles of dq: ds is released before dq has read it": (
         fused_consumer,
-        move("announce_read(last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, dq)"),
+        move("announce_read(last)", before="_wait_for_dq(SCORES_IN_FLIGHT)"),
     ),
     "one pass: dq is added before it is written": (dq_sums, drop("wait(full)")),
     "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),
@@ -401,7 +401,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "one pass: k is overwritten while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "one pass: q is released before dk has read it": (
         fused_consumer,
-        move("release(q_empty)", before="warpgroup_mma_wait([dk, ds16])", nth=0),
+        move("release(q_empty)", before="_wait_for_sums(dk)", nth=0),
     ),
     "persistent: a block is drawn twice": (fused_loader, assign("t", "0", within="load_fused", nth=3)),
     "persistent: a block is left out": (fused_loader, with_argument("gl.atomic_add(work.table_ptr)", 1, "2", nth=1)),
