@@ -149,7 +149,7 @@ class _Kept(NamedTuple):
     """
 
     sources: tuple[str, ...]
-    run: Callable[[Sequence[Any]], tuple[object, ...]]
+    run: Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
 
     @classmethod
     def of(cls, given: _Given, arguments: Mapping[str, object], names: tuple[str, str]) -> _Kept | None:
@@ -380,11 +380,11 @@ def words_of(key: jax.Array) -> jax.Array:
     return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # nonnegative, as in torch
 
 
-def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[object]], tuple[object, ...]]:
+def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]:
     """Returns the call as a function of its arrays, with its gradients; names: of out and lse, for checkpoint policies."""
     bound = functools.cache(given.bind)
 
-    def primal(arrays: tuple[jax.Array, ...]) -> tuple[object, ...]:
+    def primal(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         one, sources = bound((False,) * len(arrays))
         return tuple(bind(forward_p, _operands(arrays, sources), one))
 
@@ -418,7 +418,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
     call = jax.custom_vjp(primal)
     call.defvjp(forward, backward, symbolic_zeros=True)
 
-    def run(arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
+    def run(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         arrays = tuple(alike(arrays))
         if any(isinstance(x, ad.JVPTracer) for x in arrays):
             return primal(arrays)  # the primitive has a rule for forward mode, and custom_vjp has none
