@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from flexattn.bench.transformers_models import LARGE
 
 RESULTS = Path(__file__).parent / "results"
 MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
-OLDER = {"mma_sm_80_h200.json": "A100", "mma_sm_89_h200.json": "RTX 40, L4 and L40"}  # with the GPUs whose code they time
+OLDER = {"an A100": ["mma_sm_80_h200.json"], "RTX 40, L4 and L40": ["mma_sm_89_h200.json"]}  # by the GPUs whose code they time
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
 PUBLISHED = "models_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
@@ -66,7 +66,7 @@ class Sources(NamedTuple):
     memory: Record
     decode: Content
     steps: Content
-    older: Mapping[str, Record]  # by file, as far as there are any
+    older: Mapping[str, Sequence[Record]]  # by the GPUs whose code they time
     models: Record | None = None
 
 
@@ -75,7 +75,7 @@ def sources() -> Sources:
     """Reads the result files. Raises OSError outside of a checkout, because only a checkout has them."""
     main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
     decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
-    older = {name: record.read(RESULTS / name) for name in OLDER if (RESULTS / name).is_file()}
+    older = {gpus: [record.read(RESULTS / name) for name in names] for gpus, names in OLDER.items()}
     models = record.read(RESULTS / PUBLISHED) if (RESULTS / PUBLISHED).is_file() else None
     return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older, models)
 
@@ -326,7 +326,8 @@ def _plain(text: str) -> str:
 def _sources(found: Sources) -> str:
     lines = []
     published = {} if found.models is None else {PUBLISHED: found.models}
-    for name, run in ((MAIN, found.main), (SECOND, found.second), *found.older.items(), *published.items()):
+    older = [pair for gpus, runs in found.older.items() for pair in zip(OLDER[gpus], runs, strict=True)]
+    for name, run in ((MAIN, found.main), (SECOND, found.second), *older, *published.items()):
         versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
         lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
@@ -359,10 +360,11 @@ def _ceiling(found: Sources) -> str:
     )
 
 
-def older_gpus(runs: Mapping[str, Record]) -> str:
-    """Returns a sentence and a table for each run of code for mma.sync."""
+def older_gpus(runs: Mapping[str, Sequence[Record]]) -> str:
+    """Returns a sentence and a table for the code of each kind of GPU."""
     parts = (
-        f"{mma.claim(run)} This is code for {OLDER[name]}.\n\n{mma.table(run).markdown('workload')}" for name, run in runs.items()
+        f"{mma.claim(*found)} This is the code for {gpus}.\n\n{mma.table(*found).markdown('workload')}"
+        for gpus, found in runs.items()
     )
     return "\n\n".join(parts)
 
@@ -396,7 +398,7 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 
 def needed_blocks(found: Sources) -> list[str]:
     """Returns the names of the page's blocks. Runs that have no file yet have none."""
-    has_run = {"models": found.models, "older GPUs": found.older}
+    has_run = {"models": found.models}
     return [name for name in BLOCKS if has_run.get(name, True)]
 
 

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
 GRADIENT = "dscore"  # an additional argument of the derivative: the gradient of score_mod's result.
+TANGENT = "tscore"  # an additional argument of second derivatives: the tangent of the score.
 
 # The ops of a graph. All are pointwise and known to every backend, except for `index`, which reads a captured tensor with one
 # scalar per dim. fmt: off
@@ -203,7 +204,7 @@ def new_graph(arguments: Sequence[str], captures: Sequence[Capture]) -> tuple[Gr
     nodes = {}
     for name in arguments:
         nodes[name] = graph.placeholder(name)
-        nodes[name].meta["dtype"] = torch.float32 if name in ("score", GRADIENT) else torch.int64
+        nodes[name].meta["dtype"] = torch.float32 if name in ("score", GRADIENT, TANGENT) else torch.int64
     for capture in captures:
         nodes[capture.name] = graph.placeholder(capture.name)
         nodes[capture.name].meta["dtype"] = read_dtype(capture.dtype)

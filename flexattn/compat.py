@@ -187,6 +187,13 @@ def allocate_symmetric(*arguments: object) -> Tensor:
     return symmetric_memory()._SymmetricMemory.empty_strided_p2p(*arguments)  # type: ignore[no-any-return]
 
 
+def is_ring_balanced() -> bool:
+    """Returns whether torch's context parallelism deals the tokens in a zigzag, not in contiguous parts."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention._cp_options.enable_load_balance
+
+
 def timeout_of(group: Any, device: torch.device) -> Any:
     """Returns the timeout of a process group's backend, a timedelta."""
     return group._get_backend(device).options._timeout

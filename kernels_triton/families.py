@@ -24,8 +24,12 @@ from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_larg
 
 _NEVER_RAN = "it was compiled and emulated, and never run on such a GPU"
 
-MMA_HAS_RUN = False
-"""Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
+HOPPER_SPARSE_HAS_RUN = False
+"""Whether the families for lists of keys on sm_90 run without a request."""
+
+
+FITTED_HAS_RUN = False
+"""Whether `Family.fitted_tile` is used without a request."""
 
 
 def _hopper(name: str) -> ModuleType:
@@ -71,6 +75,7 @@ class Family(Generic[Call]):
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU; if False, they run only on request
+    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile for its head dims that no GPU has run; None: there is none
 
 
 class Policy(NamedTuple):
@@ -98,10 +103,12 @@ class Choice(NamedTuple):
 
 def choose(call: Call, policy: Policy) -> Choice:
     """Returns the first family that can run a call and is not slower, in the order for its direction and operands."""
-    if call.problem.kv_indices is not None:
-        family = SPARSE_FORWARD if isinstance(call, Forward) else SPARSE_BACKWARD
-        return Choice(family, family.tile(call), "the kernels for lists of keys", ())
-    order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
+    is_sparse = call.problem.kv_indices is not None
+    order: Sequence[Family[Any]]
+    if is_sparse:
+        order = SPARSE_FORWARDS if isinstance(call, Forward) else (SPARSE_BACKWARD,)
+    else:
+        order = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected: list[tuple[str, str]] = []
     for family in order[:-1]:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
@@ -112,10 +119,17 @@ def choose(call: Call, policy: Policy) -> Choice:
             reason = crossovers.slower(use, facts)
             why, rule = "the fastest in benchmarks of such calls", crossovers.deciding(use, facts)
         if reason is None:
-            return Choice(family, family.tile(call), why, tuple(rejected), rule)
+            return Choice(family, _tile(family, call, policy), why, tuple(rejected), rule)
         rejected.append((family.name, reason))
     portable = order[-1]
-    return Choice(portable, portable.tile(call), "the kernels for every GPU and every call", tuple(rejected))
+    why = "the kernels for lists of keys" if is_sparse else "the kernels for every GPU and every call"
+    return Choice(portable, portable.tile(call), why, tuple(rejected))
+
+
+def _tile(family: Family[Any], call: Any, policy: Policy) -> Any:
+    is_asked = FITTED_HAS_RUN or policy.takes_what_never_ran
+    fitted = family.fitted_tile(call) if is_asked else None
+    return family.tile(call) if fitted is None else fitted
 
 
 def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str | None:
@@ -136,6 +150,8 @@ _EMULATED = (
     "sm_90 fused",
     "sm_90 fused 192",
     "sm_90 two-kernel",
+    "sm_90 sparse",
+    "sm_90 sparse latent",
     "sm_100",
     "sm_100 fused",
 )
@@ -254,6 +270,7 @@ HOPPER_FORWARD = Family[Forward](
     splits=_gluon_splits,
     facts=lambda call: _hopper("conditions").forward_facts(call.problem),
     capabilities=frozenset((90,)),
+    fitted_tile=lambda call: _hopper("conditions").fitted_forward_tile(call.problem),
 )
 
 
@@ -342,7 +359,6 @@ MMA_FORWARD = Family[Forward](
     run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(call, tile, SPLIT_PROGRAMS),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 
@@ -351,6 +367,7 @@ MMA_FP8_FORWARD = replace(
     name="mma.sync FP8",
     unsupported=lambda call: _mma("conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
     capabilities=frozenset((89, 120)),
+    has_run=False,
 )
 
 
@@ -407,6 +424,7 @@ HOPPER_FUSED = Family[Backward](
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused").fused_backward, call, tile),
     capabilities=frozenset((90,)),
+    fitted_tile=lambda call: _hopper("conditions").fitted_fused_tile(call.problem),
 )
 
 HOPPER_FUSED_192 = Family[Backward](
@@ -417,7 +435,7 @@ HOPPER_FUSED_192 = Family[Backward](
         or _hopper("conditions").fused_192_unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    tile=lambda call: _hopper("conditions").HOPPER_FUSED_192,
+    tile=lambda call: _hopper("conditions").fused_192_tile(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused_192").fused_192_backward, call, tile),
     capabilities=frozenset((90,)),
@@ -447,7 +465,6 @@ MMA_FUSED = Family[Backward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 MMA_TWO_KERNELS = Family[Backward](
@@ -460,7 +477,6 @@ MMA_TWO_KERNELS = Family[Backward](
     ),
     run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
@@ -507,14 +523,47 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
 )
 
 
+def _heads_and_keys(tile: Tile) -> str:
+    return f"{tile.block_m} heads x {tile.block_n} keys"
+
+
 SPARSE_FORWARD = Family[Forward](
     name="sparse",
     direction="forward",
     unsupported=_never,
     tile=lambda call: _sparse("tiles").forward_tile(call.problem),
-    blocks=lambda tile: f"{tile.block_m} heads x {tile.block_n} keys",
+    blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("forward").sparse_forward(call.problem, call.out, call.lse, tile),
+    splits=lambda call, tile: _sparse("forward").num_splits(call.problem, tile),
 )
+
+
+HOPPER_SPARSE_LATENT = Family[Forward](
+    name="sm_90 sparse latent",
+    direction="forward",
+    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").wide_unsupported(call.problem),
+    tile=lambda call: _sparse("conditions").wide_tile(call.problem),
+    blocks=_heads_and_keys,
+    run=lambda call, tile: _sparse("hopper_wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
+    capabilities=frozenset((90,)),
+    has_run=HOPPER_SPARSE_HAS_RUN,
+)
+
+
+HOPPER_SPARSE = Family[Forward](
+    name="sm_90 sparse",
+    direction="forward",
+    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").narrow_unsupported(call.problem),
+    tile=lambda call: _sparse("conditions").narrow_tile(call.problem),
+    blocks=_heads_and_keys,
+    run=lambda call, tile: _sparse("hopper_forward").narrow_forward(call.problem, call.out, call.lse, tile),
+    capabilities=frozenset((90,)),
+    has_run=HOPPER_SPARSE_HAS_RUN,
+)
+
+
+SPARSE_FORWARDS: tuple[Family[Forward], ...] = (HOPPER_SPARSE_LATENT, HOPPER_SPARSE, SPARSE_FORWARD)
+"""Families for lists of keys, in the order of the choice."""
 
 
 SPARSE_BACKWARD = Family[Backward](
@@ -522,7 +571,7 @@ SPARSE_BACKWARD = Family[Backward](
     direction="backward",
     unsupported=_never,
     tile=lambda call: _sparse("tiles").backward_tile(call.problem),
-    blocks=lambda tile: f"{tile.block_m} heads x {tile.block_n} keys",
+    blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("backward").sparse_backward(call, tile),
 )
 
@@ -548,6 +597,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
         name=f"{family.name}, dequantized",
         unsupported=lambda call: _unsupported_in_fp8(call) or evaluate(family.unsupported, call),
         tile=lambda call: evaluate(family.tile, call),
+        fitted_tile=lambda call: evaluate(family.fitted_tile, call),
         facts=lambda call: evaluate(family.facts, call),
         rules=family.rules or family.name,
         run=run,

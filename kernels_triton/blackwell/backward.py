@@ -90,6 +90,7 @@ def blackwell_backward(call: Backward, tile: BlackwellBackwardTile | None = None
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         DIM=tile.head_dim,
+        DIM1=0,
         COLUMNS=tile.columns,
         Q_STAGES=tile.q_stages,
         DOUT_STAGES=tile.dout_stages,

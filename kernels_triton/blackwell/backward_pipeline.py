@@ -24,6 +24,7 @@ class BackwardMeta(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
+    DIM1: int  # 0: the head dim has one part
     COLUMNS: int  # queries of which a thread holds the scores with one key at a time
     Q_STAGES: int
     DOUT_STAGES: int

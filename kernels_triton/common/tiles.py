@@ -61,6 +61,9 @@ class Row(NamedTuple):
 SHORT = 1024
 """A configuration is compiled for longer sequences, for others and for FEW queries. No other length selects a kernel."""
 
+SMALL_MEMORY = (86, 89, 120)
+"""Capabilities with 99 KiB of shared memory. ALiBi's distances pass through it in a backward, like a bias."""
+
 FEW = 16
 """Most queries for `Row.few`, those of all heads of a key head together: the rows of the smallest product."""
 
@@ -311,6 +314,8 @@ class HopperTile:
     # Rescales a row only if its maximum has risen by a factor of 2**8: 2 to 4 % faster at 64 and at 256. At 64 with windows of 384
     # keys and more it is 2 to 8 % faster (bench/results/windows_h100.json). At 128 without a band it is up to 4 % slower.
     is_lazy: bool = False
+    # One block of keys stays in shared memory, and queries pass by it (`hopper/few_keys.py`).
+    holds_keys: bool = False
 
 
 _NARROW_64 = HopperTile(
@@ -359,6 +364,56 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
     ),
 }
 """Tiles for head dims up to 256; `crossovers` selects one for a call."""
+
+HOPPER_FITTED = (
+    HopperTile(head_dim_qk=80, head_dim_v=80, block_m=128, block_n=128, num_stages=3, registers=240),
+    HopperTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=128, num_stages=3, registers=240),
+    HopperTile(head_dim_qk=160, head_dim_v=160, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
+    HopperTile(head_dim_qk=192, head_dim_v=192, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2),
+)
+"""Tiles whose head dims have two parts, not measured: 80 = 64 + 16, 96 = 64 + 32, 160 = 128 + 32 and 192 = 128 + 64.
+
+`families.FITTED_HAS_RUN` says whether they are used without a request.
+"""
+
+
+def select_fitted_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool) -> HopperTile | None:
+    """Returns the narrowest of HOPPER_FITTED; None if a tile of HOPPER_FORWARD is as narrow.
+
+    For modified scores a block has fewer keys, which frees registers.
+    """
+    widest = max(head_dim_qk, head_dim_v)
+    if widest <= 64 or 96 < widest <= 128 or head_dim_v <= 128 < head_dim_qk:
+        return None
+    tile = next((tile for tile in HOPPER_FITTED if widest <= tile.head_dim_v), None)
+    if tile is None or not is_modified or tile.block_n == 64:
+        return tile
+    return replace(tile, block_n=64, num_stages=tile.num_stages + 1)
+
+
+FEW_KEYS = 128
+"""Most keys for `few_keys_tile`."""
+
+
+def few_keys_tile(head_dim_qk: int, head_dim_v: int, keys: int) -> HopperTile | None:
+    """Returns the tile of a forward whose keys are one block, not measured; None: the head dims are too wide for one."""
+    d_qk, d_v = (sum(split_head_dim(head_dim)) for head_dim in (head_dim_qk, head_dim_v))
+    if max(d_qk, d_v) > 128:
+        return None
+    block_n = next(n for n in (32, 64, FEW_KEYS) if keys <= n)
+    stages = 2 if d_qk + d_v <= 192 or block_n < FEW_KEYS else 1
+    return HopperTile(
+        head_dim_qk=d_qk,
+        head_dim_v=d_v,
+        block_m=192,
+        block_n=block_n,
+        num_stages=stages,
+        registers=160,
+        q_stages=2,
+        pingpong=False,
+        holds_keys=True,
+    )
+
 
 HOPPER_WIDE = tuple(
     HopperTile(
@@ -511,10 +566,17 @@ HOPPER_FUSED: dict[str, HopperFusedTile] = {
 }
 """Tiles for head dims up to 128; `crossovers` selects one for a call."""
 
+HOPPER_FUSED_FITTED: dict[str, HopperFusedTile] = {
+    f"d{head_dim}{name}": replace(tile, head_dim=head_dim)
+    for head_dim in (80, 96)
+    for name, tile in (("", _FUSED_128), ("_persistent", HOPPER_FUSED["d128_persistent"]), ("_open", HOPPER_FUSED["d128_open"]))
+}
+"""Tiles whose head dims have two parts, not measured, by the name of the tile for 128 that a call would have otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HopperFused192Tile:
-    """A tile of the fused backward on sm_90 at head dims of q and k above 128, like `HopperFusedTile`."""
+    """A tile of the fused backward on sm_90 at head dims above 128, like `HopperFusedTile`."""
 
     head_dim_qk: int
     head_dim_v: int
@@ -522,3 +584,4 @@ class HopperFused192Tile:
 
 
 HOPPER_FUSED_192 = HopperFused192Tile(head_dim_qk=192, head_dim_v=128, queries=64)
+HOPPER_FUSED_160 = HopperFused192Tile(head_dim_qk=160, head_dim_v=160, queries=64)  # not measured

@@ -44,6 +44,12 @@ def write_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
 
 
 @gluon.jit
+def write_second_dq(dq1, tiles, n, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # Writes the second part of dq after `write_dq`. tiles: of that part, as in `DqRing`
+    tiles.index(2 * pipeline.index(Stage(n, META.DQ_STAGES)) + CONSUMER).store(in_order_of_sums(dq1))
+
+
+@gluon.jit
 def hand_over_dq(ring: DqRing, n, META: gl.constexpr):
     fence_async_shared()
     pipeline.release(ring.full, Stage(n, META.DQ_STAGES))
@@ -56,9 +62,10 @@ def place_of_sums(row, head, args, block: Block, META: gl.constexpr):
 
 
 @gluon.jit
-def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
+def _add_block(args, ring: DqRing, tiles, block: Block, before, META: gl.constexpr):
     # before: iterations of the blocks before this one
     descriptor = args.descriptors.dq
+    second = args.descriptors.second
     iterations = block.num_blocks * args.work.group_size
     position = first_queries(block, args.work)
     for iteration in range(before, before + iterations):
@@ -74,6 +81,8 @@ def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
                     reduce_add(descriptor, [sums_row, part * (META.DIM // 2)], ring.tiles.index(2 * index + part))
                 else:
                     reduce_add(descriptor, [sums_row + part * ROWS, 0], ring.tiles.index(2 * index + part))
+                if second.dq is not None:
+                    reduce_add(second.dq, [sums_row, META.DIM], tiles.second.dq.index(2 * index + part))
         tma.store_wait(0)  # the engine has read the tile
         pipeline.release(ring.empty, stage)
         position = next_queries(position, block, args.work)
@@ -84,7 +93,7 @@ def add_dq(args, tiles, barriers, block: Block, META: gl.constexpr):
     # A separate partition, which adds each tile of dq to the sums. block: of a program that has one
     ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
     if META.NUMBERS == 0:
-        _add_block(args, ring, block, 0, META)
+        _add_block(args, ring, tiles, block, 0, META)
     else:
         n_tile = 0
         before = 0
@@ -92,7 +101,7 @@ def add_dq(args, tiles, barriers, block: Block, META: gl.constexpr):
         while is_tile(numbers):
             if META.CONVERTED == 0 or is_key_block(numbers):
                 drawn = key_block(numbers, args, META)
-                _add_block(args, ring, drawn, before, META)
+                _add_block(args, ring, tiles, drawn, before, META)
                 before += drawn.num_blocks * args.work.group_size
                 if META.CONVERTED > 0:
                     count_block(args, drawn)

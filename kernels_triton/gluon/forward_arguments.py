@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -33,7 +33,9 @@ class ForwardMeta(NamedTuple):
     PAGE_ROWS: int  # keys of a page that one copy loads; 0: no pages
     QK0: int  # head dims of the tiles, in one or two parts
     QK1: int
-    V0: int
+    V0: int  # columns of v and of a part of a split: both of the next two
+    VALUES0: int  # widths of the one or two parts of v's head dim; the second may be 0
+    VALUES1: int
     STAGES: int
     CONSUMERS: int
     PINGPONG: bool  # consumers take turns at the tensor cores
@@ -71,6 +73,8 @@ class Descriptors(NamedTuple):
     k: Pair
     v: TensorDescriptor  # transposed in FP8
     out: TensorDescriptor | None  # None if out is fp32
+    v1: TensorDescriptor | None = None  # the second parts of v and out, if META.VALUES1 > 0
+    out1: TensorDescriptor | None = None
 
 
 class Steps(NamedTuple):
@@ -112,13 +116,15 @@ class Arguments(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """In shared memory: q by consumer and stage, k and v by stage, out by consumer."""
+    """In shared memory: q by consumer and stage, k and v by stage, out by consumer; v1 and out1 are their second parts, or ()."""
 
     q: Pair
     k: Pair
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
     ones: gl.shared_memory_descriptor | None = None  # in FP8: operand of the product that sums p
+    v1: Any = None
+    out1: Any = None
 
 
 class Buffers(NamedTuple):

@@ -65,14 +65,17 @@ def launch_forward(
     work = forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
-    k, out_columns = pair_descriptor(x.k, keys, (meta.QK0, meta.QK1)), tile.head_dim_v // tile.out_parts
+    k, out_columns = pair_descriptor(x.k, keys, (meta.QK0, meta.QK1)), meta.VALUES0 // tile.out_parts
+    has_parts = meta.VALUES1 > 0
     arguments = forward_arguments(
         x,
         Descriptors(
             q=pair_descriptor(x.q, queries_of_consumer, (meta.QK0, meta.QK1), slots),
             k=k,
-            v=k.first if meta.IS_LATENT else ragged_descriptor(x.v, keys, tile.head_dim_v),
+            v=k.first if meta.IS_LATENT else ragged_descriptor(x.v, keys, meta.VALUES0),
             out=None if is_fp32 or is_wide else ragged_descriptor(out, queries_of_consumer, out_columns, slots),
+            v1=ragged_descriptor(x.v, keys, meta.VALUES1) if has_parts else None,
+            out1=ragged_descriptor(out, queries_of_consumer, meta.VALUES1, slots) if has_parts and not is_fp32 else None,
         ),
         Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=None if is_wide else step_of(out)),
         Results(
@@ -141,6 +144,7 @@ def forward_meta(
     """Returns the `ForwardMeta` of a kernel whose consumers have `rows` rows each, of `group` heads."""
     x = problem
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
+    values = split_head_dim(tile.head_dim_v)
     slots = slots_of_heads(group)
     has_lengths = x.has_lengths
     is_banded = x.window_left is not None or x.window_right is not None
@@ -160,7 +164,9 @@ def forward_meta(
         PAGE_ROWS=rows_of_a_copy(x, tile.block_n),
         QK0=qk0,
         QK1=qk1,
-        V0=tile.head_dim_v,
+        V0=sum(values),
+        VALUES0=values[0],
+        VALUES1=values[1],
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // rows,
         PINGPONG=tile.pingpong,

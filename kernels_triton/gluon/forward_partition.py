@@ -116,12 +116,18 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
                 load_keys(descriptors.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
                 if not META.IS_LATENT:
                     pipeline.wait_empty(barriers.v_empty, stage)
-                    mbarrier.expect(full, descriptors.v.block_type.nbytes)
+                    if META.VALUES1 > 0:
+                        mbarrier.expect(full, descriptors.v.block_type.nbytes + descriptors.v1.block_type.nbytes)
+                    else:
+                        mbarrier.expect(full, descriptors.v.block_type.nbytes)
                     if META.IS_FP8:
                         load_tile(descriptors.v, [v_block + row // BLOCK, 0, row % BLOCK], full, tiles.v.index(index))
                     else:
                         origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
                         load_rows(descriptors.v, origin.token, len_kv, row, origin.head, 0, full, tiles.v.index(index))
+                        if META.VALUES1 > 0:
+                            v1_tile = tiles.v1.index(index)
+                            load_rows(descriptors.v1, origin.token, len_kv, row, origin.head, META.VALUES0, full, v1_tile)
             n_block += 1
         if META.IS_PLANNED:
             t = following

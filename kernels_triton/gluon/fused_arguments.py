@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -25,7 +25,8 @@ class FusedMeta(NamedTuple):
     IS_PLAIN: bool  # a logit is a scaled score
     BLOCK_M: int
     BLOCK_N: int
-    DIM: int
+    DIM: int  # columns of the first part of a head dim
+    DIM1: int  # columns of the second part; 0: there is one part
     DP_FIRST: bool  # for this and the next four see `HopperFusedTile`
     IS_AHEAD: bool
     PINGPONG: bool
@@ -36,6 +37,18 @@ class FusedMeta(NamedTuple):
     K_STAGES: int  # key blocks whose k is in shared memory: 2 in a persistent kernel, otherwise 1
     V_STAGES: int  # 1, or K_STAGES
     CONVERTED: int  # rows of a part of dq that a persistent kernel converts; 0: another kernel converts dq
+
+
+class SecondDescriptors(NamedTuple):
+    """Descriptors of the second parts of the head dim, in 16 bits."""
+
+    q: TensorDescriptor
+    dout: TensorDescriptor
+    k: TensorDescriptor
+    v: TensorDescriptor
+    dq: TensorDescriptor  # its fp32 sums
+    dk: TensorDescriptor | None  # None if dk and dv are fp32
+    dv: TensorDescriptor | None
 
 
 class FusedDescriptors(NamedTuple):
@@ -52,6 +65,7 @@ class FusedDescriptors(NamedTuple):
     dq: TensorDescriptor  # its fp32 sums
     dk: TensorDescriptor | None  # None if dk and dv are fp32
     dv: TensorDescriptor | None
+    second: SecondDescriptors | None = None  # if META.DIM1 > 0
 
 
 class FusedSteps(NamedTuple):
@@ -84,6 +98,16 @@ class FusedArguments(NamedTuple):
     dv32: Fp32Rows | None
 
 
+class SecondTiles(NamedTuple):
+    """The second parts of the tiles in `FusedTiles`. Both consumers write all columns of dq, each from its own keys."""
+
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+
+
 class FusedTiles(NamedTuple):
     """Tiles in shared memory: q, dout and statistics by stage; k, v, ds and dq by stage and consumer.
 
@@ -101,6 +125,7 @@ class FusedTiles(NamedTuple):
     factors: gl.shared_memory_descriptor | None  # for each query block the factors of its scores and of its dp
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
+    second: Any = None  # `SecondTiles` if META.DIM1 > 0, or ()
 
 
 class FusedBarriers(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, statist
 from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dq_parts import sums_of_dq
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
-from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedDescriptors, FusedSteps
+from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedDescriptors, FusedSteps, SecondDescriptors
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.runtime.device import Tile
 
@@ -53,13 +53,15 @@ def launch_of_fused(
     fp8_operands: makes the operands of FP8; None if q, k, v and dout have 16 bits.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
-    dim, size = meta.DIM, meta.BLOCK_M
+    dim, dim1, size = meta.DIM, meta.DIM1, meta.BLOCK_M
     head_dim = x.q.shape[-1]
     converts = meta.CONVERTED > 0
     statistics, tiles, large, dq_sums, arrivals = tiled_statistics(call, size, with_dq_sums=True, with_dq_arrivals=converts)
     assert dq_sums is not None
     dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
-    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # approximate: two bytes each of k, v, q and dout, four of dq
+    bytes_per_head = (
+        12 * (dim + dim1) * max(x.longest_q, x.longest_kv)
+    )  # approximate: two bytes each of k, v, q and dout, four of dq
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
     if meta.NUMBERS > 0 and not x.has_lengths:  # a persistent kernel
         # the first tile, which belongs to no query, has room for the counter
@@ -77,6 +79,7 @@ def launch_of_fused(
             **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in copied_tensors.items()},
             statistics=statistics_descriptor(statistics, size),
             dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], list(dq_block), dq_layout),
+            second=_second_descriptors(copied_tensors, sizes, dq_sums, (dq_block[0], dim1)) if dim1 else None,
         ),
         steps=FusedSteps._make(None if (t := tensors[name]) is None else step_of(t) for name in FusedSteps._fields),
         tiles_of_statistics=tiles,
@@ -96,6 +99,18 @@ def launch_of_fused(
     if converts:
         programs += cdiv(x.longest_q, meta.CONVERTED) * x.num_heads * x.batch
     return FusedLaunch(programs, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta), None if converts else dq_sums, tiles)
+
+
+def _second_descriptors(
+    tensors: Mapping[str, Tensor | None], sizes: Mapping[str, int], dq_sums: Tensor, dq_block: tuple[int, int]
+) -> SecondDescriptors:
+    """Returns descriptors of `dq_block` columns of each tensor. sizes: rows of a tile."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
+    names = (name for name in SecondDescriptors._fields if name != "dq")
+    return SecondDescriptors(
+        **{name: None if (t := tensors[name]) is None else ragged_descriptor(t, sizes[name], dq_block[1]) for name in names},
+        dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [dq_sums.shape[1], 1], list(dq_block), layout),
+    )
 
 
 def finish_fused(call: Backward, launched: FusedLaunch) -> None:

@@ -27,9 +27,18 @@ def _load_keys(descriptor, origin: Origin, block: Block, full, BYTES: gl.constex
     BOX: gl.constexpr = descriptor.block_type.shape[2]
     PARTS: gl.constexpr = META.BLOCK_N // BOX
     mbarrier.expect(full, BYTES + PARTS * descriptor.block_type.nbytes)
+    _load_boxes(descriptor, origin, block, 0, full, tiles, stage, META)
+
+
+@gluon.jit
+def _load_boxes(descriptor, origin: Origin, block: Block, COLUMN: gl.constexpr, full, tiles, stage, META: gl.constexpr):
+    BOX: gl.constexpr = descriptor.block_type.shape[2]
+    PARTS: gl.constexpr = META.BLOCK_N // BOX
     for part in gl.static_range(PARTS):
         row = block.first_row + part * BOX
-        load_rows(descriptor, origin.token, block.sequence.len_kv, row, origin.head, 0, full, tiles.index(PARTS * stage + part))
+        load_rows(
+            descriptor, origin.token, block.sequence.len_kv, row, origin.head, COLUMN, full, tiles.index(PARTS * stage + part)
+        )
 
 
 @gluon.jit
@@ -48,6 +57,11 @@ def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBar
             v_tile = tiles.v.index(PARTS * pipeline.index(Stage(n_tile, META.V_STAGES)) + part)
             store_rows(descriptors.dk, dk.token, sequence.len_kv, row, dk.head, 0, k_tile)
             store_rows(descriptors.dv, dv.token, sequence.len_kv, row, dv.head, 0, v_tile)
+            if descriptors.second.q is not None:
+                k_tile = tiles.second.k.index(PARTS * pipeline.index(Stage(n_tile, META.K_STAGES)) + part)
+                v_tile = tiles.second.v.index(PARTS * pipeline.index(Stage(n_tile, META.V_STAGES)) + part)
+                store_rows(descriptors.second.dk, dk.token, sequence.len_kv, row, dk.head, META.DIM, k_tile)
+                store_rows(descriptors.second.dv, dv.token, sequence.len_kv, row, dv.head, META.DIM, v_tile)
 
 
 @gluon.jit
@@ -62,8 +76,12 @@ def _load_block(
     k = origin_of(steps.k, sequence.start_kv, h_kv, b)
     v = origin_of(steps.v, sequence.start_kv, h_kv, b)
     len_q = sequence.len_q
-    Q_BYTES: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.statistics.block_type.nbytes
-    DOUT_BYTES: gl.constexpr = descriptors.dout.block_type.nbytes
+    second = descriptors.second
+    HAS_SECOND: gl.constexpr = second.q is not None
+    Q1_BYTES: gl.constexpr = second.q.block_type.nbytes if HAS_SECOND else 0
+    K1_BYTES: gl.constexpr = META.BLOCK_N * Q1_BYTES // META.BLOCK_M  # v1 has as many, and dout1 as many as q1
+    Q_BYTES: gl.constexpr = descriptors.q.block_type.nbytes + Q1_BYTES + descriptors.statistics.block_type.nbytes
+    DOUT_BYTES: gl.constexpr = descriptors.dout.block_type.nbytes + Q1_BYTES
     Q_STAGES: gl.constexpr = tiles.q.shape[0]
     DOUT_STAGES: gl.constexpr = tiles.dout.shape[0]
     iterations = block.num_blocks * args.work.group_size
@@ -77,10 +95,15 @@ def _load_block(
         if m_block == 0:
             if META.V_STAGES > 1:
                 tma.store_wait(0)  # dk and dv of the block before the previous one have been stored
-            _load_keys(descriptors.k, k, block, full, Q_BYTES, tiles.k, pipeline.index(Stage(begun.blocks, META.K_STAGES)), META)
+            k_stage = pipeline.index(Stage(begun.blocks, META.K_STAGES))
+            _load_keys(descriptors.k, k, block, full, Q_BYTES + K1_BYTES, tiles.k, k_stage, META)
+            if HAS_SECOND:
+                _load_boxes(second.k, k, block, META.DIM, full, tiles.second.k, k_stage, META)
         else:
             mbarrier.expect(full, Q_BYTES)
         load_rows(descriptors.q, q.token, len_q, row, q.head + position.head, 0, full, tiles.q.index(q_index))
+        if HAS_SECOND:
+            load_rows(second.q, q.token, len_q, row, q.head + position.head, META.DIM, full, tiles.second.q.index(q_index))
         head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
         load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(q_index), META)
         dout_stage = Stage(begun.iterations + m_block, DOUT_STAGES)
@@ -93,10 +116,16 @@ def _load_block(
                 if begun.blocks > 0:  # its dv is stored from the memory into which v is loaded
                     _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1, META)
                     tma.store_wait(0)
-            _load_keys(descriptors.v, v, block, full, DOUT_BYTES, tiles.v, pipeline.index(Stage(begun.blocks, META.V_STAGES)), META)
+            v_stage = pipeline.index(Stage(begun.blocks, META.V_STAGES))
+            _load_keys(descriptors.v, v, block, full, DOUT_BYTES + K1_BYTES, tiles.v, v_stage, META)
+            if HAS_SECOND:
+                _load_boxes(second.v, v, block, META.DIM, full, tiles.second.v, v_stage, META)
         else:
             mbarrier.expect(full, DOUT_BYTES)
-        load_rows(descriptors.dout, dout.token, len_q, row, dout.head + position.head, 0, full, tiles.dout.index(dout_index))
+        dout_head = dout.head + position.head
+        load_rows(descriptors.dout, dout.token, len_q, row, dout_head, 0, full, tiles.dout.index(dout_index))
+        if HAS_SECOND:
+            load_rows(second.dout, dout.token, len_q, row, dout_head, META.DIM, full, tiles.second.dout.index(dout_index))
         if META.V_STAGES > 1:  # noqa: SIM102
             # The last load before the consumers begin this block, and so before they can end it
             if (begun.blocks > 0) & (m_block == gl.minimum(Q_STAGES, iterations) - 1):

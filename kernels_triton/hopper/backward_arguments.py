@@ -71,6 +71,9 @@ class DkdvDescriptors(NamedTuple):
     dv: TensorDescriptor | None
     q16: Pair | None = None
     dout16: TensorDescriptor | None = None
+    dout1: TensorDescriptor | None = None  # for this and the next two, the second parts if META.V1 > 0
+    v1: TensorDescriptor | None = None
+    dv1: TensorDescriptor | None = None
 
 
 class DkdvSteps(NamedTuple):

@@ -1,4 +1,4 @@
-"""Fused backward for Hopper (sm_90) in Gluon for head dims of q and k from 136 to 192, and of v up to 128, as in DeepSeek-V3.
+"""Fused backward for Hopper (sm_90) in Gluon for head dims above 128: 192 of q and k with 128 of v, as in DeepSeek-V3, and 160.
 
 One kernel computes the scores once, like `backward_fused`: for dk and dv, which stay in registers, and for dq. The copy engine adds
 dq to fp32 sums in an arbitrary order, so the last bits of dq differ from run to run. It supports only plain scores. Calls that
@@ -15,9 +15,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import HOPPER_FUSED_192, HopperFused192Tile, split_head_dim
+from flexattn.kernels_triton.common.tiles import HopperFused192Tile, split_head_dim
 from flexattn.kernels_triton.gluon.backward_blocks import key_block_of_program
 from flexattn.kernels_triton.gluon.conditions import KEYS
+from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor
 from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dq_sums import DqRing
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
@@ -26,6 +27,7 @@ from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
+from flexattn.kernels_triton.hopper.conditions import fused_192_tile
 from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles, arguments_of_dkdv, load_dkdv
 from flexattn.kernels_triton.hopper.fused_192_consumer import NARROW, Fused192Tiles, add_dq_192, consume_fused_192
 from flexattn.kernels_triton.runtime.device import Tile
@@ -56,6 +58,8 @@ def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexp
         k=allocate_pair(2, descriptors.k, META),
         v=allocate_tiles(2, descriptors.v),
         statistics=gl.allocate_shared_memory(gl.float32, [SCORES, 2 * META.BLOCK_M], descriptors.statistics.layout),
+        dout1=allocate_tiles(DP, descriptors.dout1) if META.V1 > 0 else (),
+        v1=allocate_tiles(2, descriptors.v1) if META.V1 > 0 else (),
     )
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, META.BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, META.BLOCK_M], EXCHANGE)
@@ -83,26 +87,32 @@ def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexp
     )
 
 
-def fused_192_backward(call: Backward, tile: HopperFused192Tile = HOPPER_FUSED_192) -> None:
+def fused_192_backward(call: Backward, tile: HopperFused192Tile | None = None) -> None:
     """Launches the backward of a call that `fused_192_unsupported` does not reject; the last bits of dq differ from run to run."""
     x, dq = call.problem, call.dq
-    widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.queries
+    tile = fused_192_tile(x) if tile is None else tile
+    widths, (v0, v1), size = split_head_dim(tile.head_dim_qk), split_head_dim(tile.head_dim_v), tile.queries
     tiled = tiled_statistics(call, size, with_dq_sums=True)
     dq_sums = tiled.dq_sums
     assert dq_sums is not None
-    bytes_per_head = (4 * (sum(widths) + v0) + 4 * sum(widths)) * max(x.longest_q, x.longest_kv)  # approximate, see `fused_launch`
+    bytes_per_head = (8 * sum(widths) + 4 * (v0 + v1)) * max(x.longest_q, x.longest_kv)  # approximate, see `fused_launch`
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
 
     def sums_descriptor(columns: int) -> TensorDescriptor:
         layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, columns], gl.float32)
         return TensorDescriptor(dq_sums, list(dq_sums.shape), [dq_sums.shape[1], 1], [ROWS.value, columns], layout)
 
+    dkdv = arguments_of_dkdv(call, tiled, work, (size, widths, v0))
+    if v1:
+        second = {"dout1": ragged_descriptor(call.dout, size, v1), "v1": ragged_descriptor(x.v, ROWS.value, v1)}
+        second["dv1"] = None if dkdv.dv32 else ragged_descriptor(call.dv, ROWS.value, v1)
+        dkdv = dkdv._replace(descriptors=dkdv.descriptors._replace(**second))
     arguments = Fused192Arguments(
-        dkdv=arguments_of_dkdv(call, tiled, work, (size, widths, v0)),
+        dkdv=dkdv,
         sums=DqSums(narrow=sums_descriptor(NARROW.value), wide=sums_descriptor(2 * NARROW.value)),
     )
     stages = Stages(scores=2, dp=2, p=2, ds=2)
-    meta = backward_meta(x, (size, KEYS), stages, widths=widths, v0=v0, statistics=size)
+    meta = backward_meta(x, (size, KEYS), stages, widths=widths, v0=v0, statistics=size)._replace(V1=v1)
     launch(_attn_bwd_fused_192_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
     convert_dq(x, dq_sums, tiled.tiles, size, dq)
     if x.has_lengths:

@@ -32,6 +32,7 @@ class BackwardMeta(NamedTuple):
     QK0: int
     QK1: int
     V0: int
+    V1: int  # columns of the second part of v; 0: there is one part
     STAGES_SCORES: int  # for this and the next three see `Stages`
     STAGES_DP: int
     STAGES_P: int
@@ -66,6 +67,7 @@ def backward_meta(
         QK0=widths[0],
         QK1=widths[1],
         V0=v0,
+        V1=0,
         STAGES_SCORES=stages.scores,
         STAGES_DP=stages.dp,
         STAGES_P=stages.p,

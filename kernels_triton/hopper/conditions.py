@@ -13,13 +13,19 @@ from flexattn.kernels_triton.common.crossovers import fastest_tile
 from flexattn.kernels_triton.common.facts import ProblemFacts, facts_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import (
+    FEW_KEYS,
     HOPPER_FORWARD,
     HOPPER_FUSED,
+    HOPPER_FUSED_160,
     HOPPER_FUSED_192,
+    HOPPER_FUSED_FITTED,
     HOPPER_WIDE,
     HopperBackwardTile,
+    HopperFused192Tile,
     HopperFusedTile,
     HopperTile,
+    few_keys_tile,
+    select_fitted_tile,
     select_hopper_backward_tile,
 )
 from flexattn.kernels_triton.gluon.conditions import (
@@ -35,6 +41,7 @@ from flexattn.kernels_triton.gluon.descriptors import descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.runtime.device import capability_of
 
+_MANY_QUERIES = 256  # for which a program keeps its keys
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 
 
@@ -69,6 +76,20 @@ def _decode(problem: Problem, tile: HopperTile) -> str:
 def forward_tile(problem: Problem) -> HopperTile:
     """Returns the committed tile."""
     return HOPPER_FORWARD[fastest_tile("sm_90", _tile_facts(problem))]
+
+
+def fitted_forward_tile(problem: Problem) -> HopperTile | None:
+    """Returns the tile for the problem's head dims or few keys that has no measurement; None: there is none for this problem."""
+    x = problem
+    if x.page_table is not None:
+        return None
+    d_qk, d_v = x.q.shape[-1], x.v.shape[-1]
+    is_dense = x.bias is None and x.block_mask is None and not x.is_batch_invariant
+    is_few = is_dense and x.longest_kv <= FEW_KEYS and x.longest_q >= _MANY_QUERIES
+    if is_few and (tile := few_keys_tile(d_qk, d_v, x.longest_kv)):
+        return tile
+    tile = select_fitted_tile(d_qk, d_v, is_modified=x.is_modified or x.dropout_p > 0)
+    return None if tile is None or 2 * x.longest_q <= tile.block_m or _unsupported_tile(x, tile) else tile
 
 
 def _is_wide(problem: Problem) -> bool:
@@ -126,6 +147,16 @@ def fused_tile(problem: Problem) -> HopperFusedTile:
     return HOPPER_FUSED[fastest_tile("sm_90 fused", facts_of(problem))]
 
 
+def fitted_fused_tile(problem: Problem) -> HopperFusedTile | None:
+    """Returns the tile of the fused backward for the problem's head dims that has no measurement; None: there is none."""
+    x = problem
+    widest = max(x.q.shape[-1], x.v.shape[-1])
+    if not 64 < widest <= 96:
+        return None
+    name = fastest_tile("sm_90 fused", facts_of(x))
+    return HOPPER_FUSED_FITTED.get(name.replace("d128", "d80" if widest <= 80 else "d96"))
+
+
 def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """Returns the reason if the fused backward cannot run this problem; None: it can."""
     x = problem
@@ -134,11 +165,19 @@ def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None
     return backward_unsupported(x, out, dout)
 
 
+def fused_192_tile(problem: Problem) -> HopperFused192Tile:
+    """Returns the committed tile."""
+    return HOPPER_FUSED_192 if problem.v.shape[-1] <= HOPPER_FUSED_192.head_dim_v else HOPPER_FUSED_160
+
+
 def fused_192_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """Returns the reason if the fused backward for head dims above 128 cannot run this problem; None: it can."""
-    x, tile = problem, HOPPER_FUSED_192
-    if not 128 < x.q.shape[-1] <= tile.head_dim_qk or x.v.shape[-1] > tile.head_dim_v:
-        return f"it takes head dims of q and k from 136 to {tile.head_dim_qk}, and of v up to {tile.head_dim_v}"
+    x, tile = problem, fused_192_tile(problem)
+    d_qk, d_v = x.q.shape[-1], x.v.shape[-1]
+    if max(d_qk, d_v) <= 128 or d_qk > tile.head_dim_qk or d_v > tile.head_dim_v:
+        wide, square = HOPPER_FUSED_192, HOPPER_FUSED_160
+        pair = f"it takes head dims of q and k from 136 to {wide.head_dim_qk}, and of v up to {wide.head_dim_v}"
+        return f"{pair}; or of v from 136 to {square.head_dim_v}, and of q and k up to {square.head_dim_qk}"
     if x.is_modified or x.dropout_p > 0:
         return "it supports only scaled scores with an optional band: no bias, mod, softcap, dropout or block mask"
     return backward_unsupported(x, out, dout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,6 +39,8 @@ class DkdvTiles(NamedTuple):
     k: Pair
     v: gl.shared_memory_descriptor
     statistics: gl.shared_memory_descriptor
+    dout1: Any = None  # for this and the next, the second parts if META.V1 > 0
+    v1: Any = None
 
 
 class DkdvBarriers(NamedTuple):
@@ -64,11 +66,15 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
     len_q, len_kv = sequence.len_q, sequence.len_kv
     full = barriers.kv_full.index(0)
     K_BYTES: gl.constexpr = pair_bytes(descriptors.k.first.block_type.nbytes, descriptors.k.second.block_type.nbytes, META.QK1)
-    mbarrier.expect(full, PARTS * (K_BYTES + descriptors.v.block_type.nbytes))
+    V_BYTES: gl.constexpr = descriptors.v.block_type.nbytes
+    V1_BYTES: gl.constexpr = descriptors.v1.block_type.nbytes if META.V1 > 0 else 0
+    mbarrier.expect(full, PARTS * (K_BYTES + V_BYTES + V1_BYTES))
     for part in gl.static_range(PARTS):
         row = block.first_row + part * ROWS
         load_pair(descriptors.k, k, len_kv, row, full, tiles.k, part, META)
         load_rows(descriptors.v, v.token, len_kv, row, v.head, 0, full, tiles.v.index(part))
+        if META.V1 > 0:
+            load_rows(descriptors.v1, v.token, len_kv, row, v.head, META.V0, full, tiles.v1.index(part))
     Q_BYTES: gl.constexpr = pair_bytes(descriptors.q.first.block_type.nbytes, descriptors.q.second.block_type.nbytes, META.QK1)
     position = first_queries(block, args.work)
     for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
@@ -86,8 +92,14 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
         full = barriers.dout_full.index(dout_index)
         if barriers.dout_empty is not None:
             pipeline.wait_empty(barriers.dout_empty, dout_stage)
-        mbarrier.expect(full, descriptors.dout.block_type.nbytes)
-        load_rows(descriptors.dout, dout.token, len_q, row, dout.head + position.head, 0, full, tiles.dout.index(dout_index))
+        if META.V1 > 0:
+            mbarrier.expect(full, descriptors.dout.block_type.nbytes + descriptors.dout1.block_type.nbytes)
+        else:
+            mbarrier.expect(full, descriptors.dout.block_type.nbytes)
+        dout_head = dout.head + position.head
+        load_rows(descriptors.dout, dout.token, len_q, row, dout_head, 0, full, tiles.dout.index(dout_index))
+        if META.V1 > 0:
+            load_rows(descriptors.dout1, dout.token, len_q, row, dout_head, META.V0, full, tiles.dout1.index(dout_index))
         position = next_queries(position, block, args.work)
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     if args.dk32.ptr is None:
@@ -95,6 +107,8 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
             row = block.first_row + part * ROWS
             store_pair(descriptors.dk, dk, len_kv, row, tiles.k, part, META)
             store_rows(descriptors.dv, dv.token, len_kv, row, dv.head, 0, tiles.v.index(part))
+            if META.V1 > 0:
+                store_rows(descriptors.dv1, dv.token, len_kv, row, dv.head, META.V0, tiles.v1.index(part))
     tma.store_wait(0)
 
 

@@ -8,12 +8,12 @@ calls that `conditions.forward_unsupported` rejects.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
@@ -22,7 +22,6 @@ from flexattn.kernels_triton.common.tiles import HopperTile
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.barriers import pass_turn, wait_for_turn
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
-from flexattn.kernels_triton.gluon.descriptors import store_rows
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
@@ -44,9 +43,18 @@ from flexattn.kernels_triton.gluon.forward_work import Span, received_tile, unma
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barriers, skip_blocks
-from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
+from flexattn.kernels_triton.gluon.softmax import softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.conditions import forward_tile
+from flexattn.kernels_triton.hopper.few_keys import few_keys_forward
+from flexattn.kernels_triton.hopper.forward_parts import (
+    begin_values,
+    rescaled_parts,
+    scaled_parts,
+    store_out,
+    wait_for_values,
+    zero_parts,
+)
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
@@ -58,6 +66,7 @@ class Sums(NamedTuple):
     row_max: gl.tensor
     row_sum: gl.tensor
     acc: gl.tensor
+    acc1: Any  # the second part of v's columns, or ()
     n_block: int  # counts the blocks that passed through the rings of k and v
 
 
@@ -68,6 +77,7 @@ class Carry(NamedTuple):
     row_max: gl.tensor
     row_sum: gl.tensor
     acc: gl.tensor
+    acc1: Any
     n_block: int
 
 
@@ -86,7 +96,6 @@ def _iterate(
     tiles, barriers = buffers.tiles, buffers.barriers
     DTYPE: gl.constexpr = tiles.v.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
-    V0: gl.constexpr = META.V0
     P: gl.constexpr = gl.DotOperandLayout(0, carry.acc.type.layout, 2)
     n_block = carry.n_block
     column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)  # read from a list while the products run
@@ -99,20 +108,19 @@ def _iterate(
     s = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)  # S = Q K^T
     v_stage = Stage(n_block - 1, META.STAGES)
     pipeline.wait_full(barriers.v_full, v_stage)
-    v = tiles.v.index(pipeline.index(v_stage)).reshape([BLOCK_N, V0])
-    acc = warpgroup_mma(p, v, carry.acc, is_async=True)  # O += P V
+    acc, acc1 = begin_values(p, tiles, v_stage, carry.acc, carry.acc1, META)
     if META.PINGPONG:
         pass_turn(CONSUMER, META.CONSUMERS)
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = warpgroup_mma_wait(2 if META.VALUES1 > 0 else 1, deps=[s])
     pipeline.release(barriers.k_empty, k_stage)
     s, factor = visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, carry.row_max, carry.row_sum, factor, drawn, DTYPE, META)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc, acc1 = wait_for_values(acc, acc1, META)
     keep_pairs(carry.weights)
     pipeline.release(barriers.v_empty, v_stage)
-    acc = rescaled(acc, correction, META)
-    return Carry(weights=weights, row_max=row_max, row_sum=row_sum, acc=acc, n_block=n_block + 1)
+    acc, acc1 = rescaled_parts(acc, acc1, correction, META)
+    return Carry(weights=weights, row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, n_block=n_block + 1)
 
 
 @gluon.jit
@@ -148,10 +156,10 @@ def _run(
     pipeline.release(barriers.k_empty, k_stage)
     s, factor = visible_scores(s, column, is_full, same, True, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, sums.row_max, sums.row_sum, factor, drawn, DTYPE, META)
-    acc = sums.acc
+    acc, acc1 = sums.acc, sums.acc1
     if META.UNMASKED_LOOP:
-        acc = rescaled(acc, correction, META)
-    carry = Carry(weights=weights, row_max=row_max, row_sum=row_sum, acc=acc, n_block=n_block + 1)
+        acc, acc1 = rescaled_parts(acc, acc1, correction, META)
+    carry = Carry(weights=weights, row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, n_block=n_block + 1)
     iteration += 1
     end = gl.where(iteration == span.begin, span.end, iteration)
     for following in range(iteration, end):
@@ -161,21 +169,11 @@ def _run(
     v_stage = Stage(n_block - 1, META.STAGES)
     pipeline.wait_full(barriers.v_full, v_stage)
     p = unpack_pairs(carry.weights, ROWS, BLOCK_N, P, DTYPE)
-    v = tiles.v.index(pipeline.index(v_stage)).reshape([BLOCK_N, META.V0])
-    acc = warpgroup_mma(p, v, carry.acc, is_async=True)  # O += P V
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc, acc1 = begin_values(p, tiles, v_stage, carry.acc, carry.acc1, META)
+    acc, acc1 = wait_for_values(acc, acc1, META)
     keep_pairs(carry.weights)
     pipeline.release(barriers.v_empty, v_stage)
-    return Sums(iterations=end, row_max=carry.row_max, row_sum=carry.row_sum, acc=acc, n_block=n_block)
-
-
-@gluon.jit
-def _store_out(part, COLUMN: gl.constexpr, token, length, row, head, descriptor, tile):
-    # Asynchronous: the store may still be in flight on return.
-    tma.store_wait(0)  # the previous store has read the buffer
-    tile.reshape(part.shape).store(part.to(tile.dtype))
-    fence_async_shared()
-    store_rows(descriptor, token, length, row, head, COLUMN, tile)
+    return Sums(iterations=end, row_max=carry.row_max, row_sum=carry.row_sum, acc=acc, acc1=acc1, n_block=n_block)
 
 
 @gluon.jit
@@ -183,9 +181,9 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
     barriers = buffers.barriers
     num_heads = args.work.num_heads
     BLOCK_N: gl.constexpr = META.BLOCK_N
-    V0: gl.constexpr = META.V0
+    V0: gl.constexpr = META.VALUES0
+    V1: gl.constexpr = META.VALUES1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
@@ -215,7 +213,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             sink = sink_of_rows(tile, h_of_rows, args, META)
             if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
                 row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
-        acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
+        acc, acc1 = zero_parts(META)
         q_stage = Stage(n_tile, META.Q_STAGES)
         q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
         mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
@@ -235,7 +233,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             q_slot=q_slot,
             zeros=zeros,
         )
-        sums = Sums(iterations=0, row_max=row_max, row_sum=row_sum, acc=acc, n_block=n_block)
+        sums = Sums(iterations=0, row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, n_block=n_block)
         if META.UNMASKED_LOOP:
             if META.BLOCK_SIZE_Q > 0:
                 unmasked = received.unmasked
@@ -253,7 +251,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
                 sums = _run(sums, remaining, same, buffers, CONSUMER, META.HAS_CUT_LOOP, MODS, META)
         row_max = sums.row_max
         row_sum = gl.convert_layout(gl.sum(sums.row_sum, 1), ROW_LAYOUT)
-        acc = sums.acc
+        acc, acc1 = sums.acc, sums.acc1
         n_block = sums.n_block
         if num_consumer_blocks == 0:
             mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
@@ -263,25 +261,31 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             report_max_logit(row_max, rows, h_of_rows, len_q, args, META)
             if META.HAS_SINK:
                 row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
-                acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUT))[:, None]
+                acc, acc1 = scaled_parts(acc, acc1, correction, META)
         lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
         store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
         rescale = scaled(1.0 / row_sum_or_1, draws, META)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+        acc, acc1 = scaled_parts(acc, acc1, rescale, META)
         if META.IS_SPLIT:
             store_split_rows(acc, 0, received, lse_row, rows, h_of_rows, args, META)
+            if V1 > 0:
+                store_split_rows(acc1, V0, received, lse_row, rows, h_of_rows, args, META)
         elif META.WIDTH_V > 0:
             store_out_rows(acc, 0, received, rows, h_of_rows, args, META)
+            if V1 > 0:
+                store_out_rows(acc1, V0, received, rows, h_of_rows, args, META)
         else:
             token, out_head = received.start_q + b * args.steps.out.tokens, h + b * args.steps.out.heads
             out_tile = buffers.tiles.out.index(CONSUMER)
             if META.OUT_PARTS == 1:
-                _store_out(acc, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
+                store_out(acc, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
             else:
                 low, high = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, V0 // 2]), [0, 2, 1]))
-                _store_out(low, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
-                _store_out(high, V0 // 2, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
+                store_out(low, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
+                store_out(high, V0 // 2, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
+            if V1 > 0:
+                store_out(acc1, V0, token, len_q, m_start, out_head, args.descriptors.out1, buffers.tiles.out1.index(CONSUMER))
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)
@@ -303,7 +307,12 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
         out_tiles = allocate_tiles(CONSUMERS, descriptors.out)
     k_tiles = allocate_key_pair(descriptors.k, META)
     v_tiles = allocate_blocks(META.STAGES, descriptors.v, META.BLOCK_N)
-    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
+    v1_tiles, out1_tiles = (), ()
+    if META.VALUES1 > 0:
+        v1_tiles = allocate_blocks(META.STAGES, descriptors.v1, META.BLOCK_N)
+        if not META.IS_SPLIT and descriptors.out1 is not None:
+            out1_tiles = allocate_tiles(CONSUMERS, descriptors.out1)
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles, v1=v1_tiles, out1=out1_tiles)
     barriers = allocate_forward_barriers(CONSUMERS, CONSUMERS, META)
     buffers = Buffers(tiles=tiles, barriers=barriers)
     wait_for_previous(META.IS_SPLIT)
@@ -352,5 +361,8 @@ def hopper_forward(
     splits: int | None = None,
 ) -> None:
     """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `launch_forward`."""
-    outputs = Outputs(out, lse, max_logit)
-    launch_forward(_attn_fwd_hopper_kernel, problem, outputs, tile or forward_tile(problem), ROWS.value, group, splits)
+    outputs, tile = Outputs(out, lse, max_logit), tile or forward_tile(problem)
+    if tile.holds_keys:
+        few_keys_forward(problem, outputs, tile)
+    else:
+        launch_forward(_attn_fwd_hopper_kernel, problem, outputs, tile, ROWS.value, group, splits)

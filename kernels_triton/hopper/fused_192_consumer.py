@@ -1,4 +1,4 @@
-"""Consumers of the fused backward for head dims from 136 to 192 for sm_90: dk and dv of 64 keys each, and half of each tile of dq.
+"""Consumers of the fused backward for head dims above 128 for sm_90: dk and dv of 64 keys each, and half of each tile of dq.
 
 dk and dv of 64 keys take 160 registers a thread, which leaves none for dp of 64 queries beside their scores. So a block of 64
 queries has one product of scores, which reads k once. The later steps process 32 queries, and then the other 32. That includes exp,
@@ -34,7 +34,7 @@ from flexattn.kernels_triton.gluon.barriers import (
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_sums import DqRing, in_order_of_sums, place_of_sums
-from flexattn.kernels_triton.gluon.fp32_gradients import KeyGradients, store_key_gradients
+from flexattn.kernels_triton.gluon.fp32_gradients import KeyGradients, store_key_gradient, store_key_gradients
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import Stage
@@ -59,15 +59,16 @@ class Fused192Tiles(NamedTuple):
 @gluon.jit
 def _dq_product(tiles: Fused192Tiles, buffer, IS_FIRST: gl.constexpr, CONSUMER: gl.constexpr, META: gl.constexpr):
     # Returns a part of dq of 64 queries, from all 128 keys. The first consumer has columns 64 to 95, and then 0 to 63. The second
-    # has columns 96 to 127, and then those from 128 on, the second part of k.
-    COLUMNS: gl.constexpr = NARROW if IS_FIRST else 2 * NARROW
+    # has columns 96 to 127, and then those from 128 on, the second part of k, which may be as narrow.
+    IS_LAST: gl.constexpr = CONSUMER == 1 and not IS_FIRST
+    COLUMNS: gl.constexpr = META.QK1 if IS_LAST else NARROW if IS_FIRST else 2 * NARROW
     FIRST_COLUMN: gl.constexpr = (2 + CONSUMER) * NARROW if IS_FIRST else 0
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
     for keys in gl.static_range(2):
         ds = tiles.ds.index(buffer + keys).permute([1, 0])
         k_tile = opaque_zero(buffer) + keys
-        if CONSUMER == 1 and not IS_FIRST:
+        if IS_LAST:
             k = tiles.loaded.k.second.index(k_tile).reshape([ROWS, META.QK1])
         else:
             k = tiles.loaded.k.first.index(k_tile).reshape([ROWS, META.QK0]).slice(FIRST_COLUMN, COLUMNS, 1)
@@ -86,6 +87,34 @@ def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _recomputed(index):
+    # Returns the index. ptxas computes an address with it anew, because registers are scarce if v has two parts.
+    return index + opaque_zero(index)
+
+
+@gluon.jit
+def _begin_dp(consumer_v, dout, loaded: DkdvTiles, v_tile, index, half: gl.constexpr, zeros, META: gl.constexpr):
+    # Issues 64 keys of v by half of the queries of dout, transposed. The first two arguments are the first parts of both.
+    dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dP = V dO^T
+    if META.V1 > 0:
+        v1 = loaded.v1.index(_recomputed(v_tile)).reshape([ROWS, META.V1])
+        dout1 = loaded.dout1.index(_recomputed(index)).reshape([META.BLOCK_M, META.V1]).slice(half * HALF, HALF, 0)
+        dp = warpgroup_mma(v1, dout1.permute([1, 0]), dp, is_async=True)  # dP = V dO^T
+    return dp
+
+
+@gluon.jit
+def _wait_for_sums(sums, dv1, META: gl.constexpr):
+    # sums: dv, p, dk, dk1, ds. Returns them and dv1 when only the product of dq is in flight
+    dv, p16, dk, dk1, ds16 = sums
+    if META.V1 > 0:
+        dv, p16, dk, dk1, ds16, dv1 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16, dv1])
+    else:
+        dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16])
+    return dv, dv1, dk, dk1
+
+
+@gluon.jit
 def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
     # A separate partition, which adds the parts of dq to the sums, with the descriptors in `sums`, at the columns of `_dq_product`.
     position = first_queries(block, args.work)
@@ -98,6 +127,8 @@ def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
                 if part == 0:
                     tile = ring.tiles.index(consumer).slice(0, NARROW, 1)
                     reduce_add(sums.narrow, [sums_row, (2 + consumer) * NARROW], tile)
+                elif consumer == 1 and META.QK1 == NARROW:
+                    reduce_add(sums.narrow, [sums_row, META.QK0], ring.tiles.index(consumer).slice(0, NARROW, 1))
                 else:
                     reduce_add(sums.wide, [sums_row, consumer * META.QK0], ring.tiles.index(consumer))
             tma.store_wait(0)  # the engine has read the tiles
@@ -130,6 +161,11 @@ def consume_fused_192(
     dk = gl.zeros([ROWS, QK0], gl.float32, layout=DK)
     dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=DK1)
     dv = gl.zeros([ROWS, V0], gl.float32, layout=DV)
+    V1: gl.constexpr = META.V1
+    PARTS: gl.constexpr = 2 if V1 > 0 else 1  # products for each of dp and dv
+    dv1 = ()
+    if V1 > 0:
+        dv1 = gl.zeros([ROWS, V1], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V1, 16]))
     n_start = block.first_row + CONSUMER * ROWS
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, HALF_SCORES))
     half_columns = gl.arange(0, HALF, layout=COLUMNS)
@@ -160,14 +196,15 @@ def consume_fused_192(
         pipeline.wait_full(barriers.q_full, q_stage)
         raw_s = score_product(loaded.k, k_slot, loaded.q, index, zeros, BLOCK_M, META)  # S = K Q^T
         pipeline.wait_full(barriers.dout_full, Stage(m_block, META.STAGES_DP))
-        # dP = V dO^T
-        dp = warpgroup_mma(consumer_v, dout_tile.slice(0, HALF, 0).permute([1, 0]), half_zeros, use_acc=False, is_async=True)
-        raw_s = warpgroup_mma_wait(1, deps=[raw_s])
+        dp = _begin_dp(consumer_v, dout_tile.slice(0, HALF, 0), loaded, k_slot, index, 0, half_zeros, META)  # dP = V dO^T
+        raw_s = warpgroup_mma_wait(PARTS, deps=[raw_s])
         head = head_at(position, values, block, scores, META)
         s_halves = gl.split(gl.permute(raw_s.reshape([ROWS, 2, HALF]), [0, 2, 1]))
         for half in gl.static_range(2):
             q = q_tile.slice(half * HALF, HALF, 0)
             q1 = q1_tile.slice(half * HALF, HALF, 0)
+            if V1 > 0:
+                q1 = loaded.q.second.index(_recomputed(index)).reshape([BLOCK_M, QK1]).slice(half * HALF, HALF, 0)
             dout = dout_tile.slice(half * HALF, HALF, 0)
             columns = row + half * HALF + half_columns
             i, j = columns[None, :], rows[:, None]
@@ -177,7 +214,10 @@ def consume_fused_192(
             p = probabilities(s, factor, place, statistics.slice(half * HALF, HALF), head, block, MODS, META)
             p16 = gl.convert_layout(p.to(DTYPE), LEFT)
             dv = warpgroup_mma(p16, dout, dv, is_async=True)  # dV += P dO
-            dp = warpgroup_mma_wait(1, deps=[dp])
+            if V1 > 0:
+                dout1 = loaded.dout1.index(_recomputed(index)).reshape([BLOCK_M, V1]).slice(half * HALF, HALF, 0)
+                dv1 = warpgroup_mma(p16, dout1, dv1, is_async=True)  # dV += P dO
+            dp = warpgroup_mma_wait(PARTS, deps=[dp])
             minus_delta = statistics.slice(BLOCK_M + half * HALF, HALF).load(COLUMNS)
             ds = (p * (dp + minus_delta[None, :])).to(DTYPE)
             if half == 0:  # the other warpgroup's dq of two blocks ago has read the buffer that is overwritten
@@ -189,16 +229,16 @@ def consume_fused_192(
             if half == 0:
                 wait_written(last, CONSUMER)
                 dq = _dq_product(tiles, last, True, CONSUMER, META)  # dQ = dS^T K, of the last block
-                dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16])
+                dv, dv1, dk, dk1 = _wait_for_sums((dv, p16, dk, dk1, ds16), dv1, META)
                 second_dout = dout_tile.slice(HALF, HALF, 0)
-                dp = warpgroup_mma(consumer_v, second_dout.permute([1, 0]), half_zeros, use_acc=False, is_async=True)  # dP = V dO^T
-                dq = warpgroup_mma_wait(1, deps=[dq])
+                dp = _begin_dp(consumer_v, second_dout, loaded, k_slot, index, 1, half_zeros, META)  # dP = V dO^T
+                dq = warpgroup_mma_wait(PARTS, deps=[dq])
                 if m_block > 0:
                     _hand_over_dq(dq, tiles.dq, 2 * m_block - 2, CONSUMER)
         fence_async_shared()  # during the product
         announce_written(current, CONSUMER)
         dq = _dq_product(tiles, last, False, CONSUMER, META)  # dQ = dS^T K, of the last block
-        dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16])
+        dv, dv1, dk, dk1 = _wait_for_sums((dv, p16, dk, dk1, ds16), dv1, META)
         pipeline.release(barriers.q_empty, q_stage)
         dq = warpgroup_mma_wait(0, deps=[dq])
         if has_next:
@@ -216,5 +256,10 @@ def consume_fused_192(
     named_barrier_sync(LAST, BOTH)  # k was also read by the other warpgroup, which no longer needs it
     sums = KeyGradients(dk=dk, dk1=dk1, dv=dv)
     store_key_gradients(sums, None, args, loaded.k, loaded.v, block, CONSUMER, META)
+    if V1 > 0:
+        if args.dk32.ptr is not None:
+            store_key_gradient(args.dv32, dv1, block, CONSUMER * ROWS, V0)
+        else:
+            loaded.v1.index(CONSUMER).reshape([ROWS, V1]).store(dv1.to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)

@@ -32,7 +32,7 @@ from flexattn.kernels_triton.gluon.barriers import (
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_parts import convert_part, is_key_block
-from flexattn.kernels_triton.gluon.dq_sums import DqRing, hand_over_dq, write_dq
+from flexattn.kernels_triton.gluon.dq_sums import DqRing, hand_over_dq, write_dq, write_second_dq
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
@@ -41,18 +41,83 @@ from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.products import dq_product
+from flexattn.kernels_triton.hopper.products import dq_product, second_dq_product
 
 
 @gluon.jit
-def _begin_scores(tiles: FusedTiles, consumer_k, barriers: FusedBarriers, index, phase, has_next, META: gl.constexpr):
+def _keys_by_queries(keys, keys1_tiles, key_tile, queries, queries1_tiles, index, zeros, META: gl.constexpr):
+    # Multiplies 64 rows of k or v by the rows of q or dout in a stage, transposed. The arguments with a 1 are the second parts of
+    # the head dim, which are () if there are none.
+    product = warpgroup_mma(keys, queries.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if META.DIM1 > 0:
+        keys1 = keys1_tiles.index(key_tile).reshape([ROWS, META.DIM1])
+        queries1 = queries1_tiles.index(index).reshape([META.BLOCK_M, META.DIM1])
+        product = warpgroup_mma(keys1, queries1.permute([1, 0]), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def _begin_scores(tiles: FusedTiles, consumer_k, key_tile, barriers: FusedBarriers, index, phase, has_next, META: gl.constexpr):
     # Issues the scores of the q in a stage, transposed, without a wait for them.
     BLOCK_M: gl.constexpr = META.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if META.IS_FP8 else 16])
     mbarrier.wait(barriers.q_full.index(index), phase, pred=has_next)
     q = tiles.q.index(index).reshape([BLOCK_M, META.DIM])
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    return warpgroup_mma(consumer_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if META.DIM1 > 0:
+        return _keys_by_queries(consumer_k, tiles.second.k, key_tile, q, tiles.second.q, index, zeros, META)
+    else:
+        return _keys_by_queries(consumer_k, (), key_tile, q, (), index, zeros, META)
+
+
+@gluon.jit
+def _begin_dp(tiles: FusedTiles, consumer_v, value_tile, dout, index, zeros, META: gl.constexpr):
+    if META.DIM1 > 0:
+        return _keys_by_queries(consumer_v, tiles.second.v, value_tile, dout, tiles.second.dout, index, zeros, META)
+    else:
+        return _keys_by_queries(consumer_v, (), value_tile, dout, (), index, zeros, META)
+
+
+@gluon.jit
+def _begin_second_sum(left, tiles, index, sums, META: gl.constexpr):
+    # Issues the second part of dk's or dv's product, from the tiles of q or dout
+    return warpgroup_mma(left, tiles.index(index).reshape([META.BLOCK_M, META.DIM1]), sums, is_async=True)
+
+
+@gluon.jit
+def _begin_dq(tiles: FusedTiles, k16_tiles, slot, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # Returns this warpgroup's share of both parts of a tile of dq, in flight
+    dq = dq_product(tiles.ds, k16_tiles, slot, k_tile, CONSUMER, META)  # dQ = dS^T K
+    dq1 = ()
+    if META.DIM1 > 0:
+        dq1 = second_dq_product(tiles.ds, tiles.second.k, slot, k_tile, CONSUMER, META)  # dQ = dS^T K
+    return dq, dq1
+
+
+@gluon.jit
+def _wait_for_dq(dq, dq1, IN_FLIGHT: gl.constexpr, META: gl.constexpr):
+    if META.DIM1 > 0:
+        dq, dq1 = warpgroup_mma_wait(IN_FLIGHT, deps=[dq, dq1])
+    else:
+        dq = warpgroup_mma_wait(IN_FLIGHT, deps=[dq])
+    return dq, dq1
+
+
+@gluon.jit
+def _wait_for_sums(sums, sums1, left, IN_FLIGHT: gl.constexpr, META: gl.constexpr):
+    # Waits for both parts of dk or dv; left: the product's operand in registers
+    if META.DIM1 > 0:
+        sums, sums1, left = warpgroup_mma_wait(IN_FLIGHT, deps=[sums, sums1, left])
+    else:
+        sums, left = warpgroup_mma_wait(IN_FLIGHT, deps=[sums, left])
+    return sums, sums1, left
+
+
+@gluon.jit
+def _write_both_dq(dq, dq1, tiles: FusedTiles, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
+    write_dq(dq, ring, n, CONSUMER, META)
+    if META.DIM1 > 0:
+        write_second_dq(dq1, tiles.second.dq, n, CONSUMER, META)
 
 
 @gluon.jit
@@ -101,6 +166,14 @@ def _consume_block(
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     dk = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
     dv = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    dk1 = ()
+    dv1 = ()
+    PARTS: gl.constexpr = 2 if META.DIM1 > 0 else 1  # products for each of scores, dp, dv and dk
+    if META.DIM1 > 0:
+        DIM1: gl.constexpr = META.DIM1
+        DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM1, 16])
+        dk1 = gl.zeros([ROWS, DIM1], gl.float32, layout=DK1)
+        dv1 = gl.zeros([ROWS, DIM1], gl.float32, layout=DK1)
     n_start = block.first_row + CONSUMER * ROWS
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
@@ -120,11 +193,12 @@ def _consume_block(
     _begin_turns(iterations, CONSUMER, META)
     if META.IS_AHEAD:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if iterations > 0:
-            consumer_k = tiles.k.index(k_tile + opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
+            key_tile = k_tile + opaque_zero(iterations) + CONSUMER
+            consumer_k = tiles.k.index(key_tile).reshape([ROWS, DIM])
             stage = Stage(begun.iterations, STAGES)
             index = pipeline.index(stage)
             phase = pipeline.phase(stage)
-            raw_s = _begin_scores(tiles, consumer_k, barriers, index, phase, iterations > 0, META)  # S = K Q^T
+            raw_s = _begin_scores(tiles, consumer_k, key_tile, barriers, index, phase, iterations > 0, META)  # S = K Q^T
             raw_s = warpgroup_mma_wait(0, deps=[raw_s])
     for m_block in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
@@ -139,16 +213,18 @@ def _consume_block(
         dout = tiles.dout.index(index).reshape([BLOCK_M, DIM])
         consumer_k = tiles.k.index(k_tile + zero + CONSUMER).reshape([ROWS, DIM])
         consumer_v = tiles.v.index(v_tile + zero + CONSUMER).reshape([ROWS, DIM])
+        key_tile = k_tile + zero + CONSUMER
+        value_tile = v_tile + zero + CONSUMER
         if META.DP_FIRST:
             if not META.IS_AHEAD:
-                raw_s = _begin_scores(tiles, consumer_k, barriers, index, phase, True, META)  # S = K Q^T
+                raw_s = _begin_scores(tiles, consumer_k, key_tile, barriers, index, phase, True, META)  # S = K Q^T
             mbarrier.wait(barriers.dout_full.index(index), phase)
-            dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dP = V dO^T
+            dp = _begin_dp(tiles, consumer_v, value_tile, dout, index, zeros, META)  # dP = V dO^T
             if not META.IS_AHEAD:
-                raw_s = warpgroup_mma_wait(1, deps=[raw_s])
+                raw_s = warpgroup_mma_wait(PARTS, deps=[raw_s])
         else:
             wait_written(last, CONSUMER)
-            dq = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
+            dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile + zero, CONSUMER, META)  # of the last iteration
         drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
         if META.PINGPONG:
             named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
@@ -170,17 +246,19 @@ def _consume_block(
         if not META.DP_FIRST:
             # Between exp and the wait for dq: ptxas moves a wait for all products to the start of its basic block, which is here.
             mbarrier.wait(barriers.dout_full.index(index), phase)
-            dq = warpgroup_mma_wait(0, deps=[dq])
+            dq, dq1 = _wait_for_dq(dq, dq1, 0, META)
         dv = warpgroup_mma(p16, dout16_tiles.index(index).reshape([BLOCK_M, DIM]), dv, is_async=True)  # dV += P dO
+        if META.DIM1 > 0:
+            dv1 = _begin_second_sum(p16, tiles.second.dout, index, dv1, META)  # dV += P dO
         if META.DP_FIRST:
-            dp = warpgroup_mma_wait(1, deps=[dp])
+            dp = warpgroup_mma_wait(PARTS, deps=[dp])
         else:
             if m_block > 0:  # during the product; dp then reuses the registers of dq
-                write_dq(dq, ring, n - 1, CONSUMER, META)
-            dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dP = V dO^T
+                _write_both_dq(dq, dq1, tiles, ring, n - 1, CONSUMER, META)
+            dp = _begin_dp(tiles, consumer_v, value_tile, dout, index, zeros, META)  # dP = V dO^T
             if m_block > 0:
                 hand_over_dq(ring, n - 1, META)
-            dv, p16 = warpgroup_mma_wait(1, deps=[dv, p16])
+            dv, dv1, p16 = _wait_for_sums(dv, dv1, p16, PARTS, META)
         minus_delta = tiles.statistics.index(index).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         if not META.DP_FIRST:
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -196,38 +274,45 @@ def _consume_block(
         tiles.ds.index(current + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         if META.DP_FIRST and not META.DV_WITH_DK:
-            dv, p16 = warpgroup_mma_wait(0, deps=[dv, p16])
+            dv, dv1, p16 = _wait_for_sums(dv, dv1, p16, 0, META)
             if META.DOUT_APART:
                 pipeline.release(barriers.dout_empty, stage)
         dk = warpgroup_mma(ds16, q16_tiles.index(index).reshape([BLOCK_M, DIM]), dk, is_async=True)  # dK += dS Q
+        if META.DIM1 > 0:
+            dk1 = _begin_second_sum(ds16, tiles.second.q, index, dk1, META)  # dK += dS Q
         fence_async_shared()  # during the product
         announce_written(current, CONSUMER)
         if META.DP_FIRST:
             wait_written(last, CONSUMER)
-            dq = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
+            dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile + zero, CONSUMER, META)  # of the last iteration
         if META.IS_AHEAD:  # the last iteration repeats its own scores, without use
             next_stage = Stage(n + 1, STAGES)
             next_index = gl.where(has_next, pipeline.index(next_stage), index)
             next_phase = pipeline.phase(next_stage)
-            next_raw_s = _begin_scores(tiles, consumer_k, barriers, next_index, next_phase, has_next, META)  # S = K Q^T
-        SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
-        DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # one product with each warpgroup's keys
+            next_raw_s = _begin_scores(tiles, consumer_k, key_tile, barriers, next_index, next_phase, has_next, META)  # S = K Q^T
+        SCORES_IN_FLIGHT: gl.constexpr = PARTS if META.IS_AHEAD else 0
+        # one product with each warpgroup's keys, and one for the second part
+        DQ_IN_FLIGHT: gl.constexpr = 1 + PARTS if META.DP_FIRST else 0
         if META.DP_FIRST and META.DV_WITH_DK:
-            dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[dv, p16, dk, ds16])
+            if META.DIM1 > 0:
+                deps = [dv, dv1, p16, dk, dk1, ds16]
+                dv, dv1, p16, dk, dk1, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=deps)
+            else:
+                dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[dv, p16, dk, ds16])
             if META.DOUT_APART:
                 pipeline.release(barriers.dout_empty, stage)
         else:
-            dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[dk, ds16])
+            dk, dk1, ds16 = _wait_for_sums(dk, dk1, ds16, DQ_IN_FLIGHT + SCORES_IN_FLIGHT, META)
         if META.IS_AHEAD and META.NUMBERS > 0:  # the last iteration's unused read must end before q is overwritten
             mbarrier.arrive(barriers.q_empty.index(index), count=1, pred=has_next)
         else:
             pipeline.release(barriers.q_empty, stage)
         if META.DP_FIRST:
-            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[dq])
+            dq, dq1 = _wait_for_dq(dq, dq1, SCORES_IN_FLIGHT, META)
             if has_next:
                 announce_read(last, CONSUMER)
             if m_block > 0:
-                write_dq(dq, ring, n - 1, CONSUMER, META)
+                _write_both_dq(dq, dq1, tiles, ring, n - 1, CONSUMER, META)
                 hand_over_dq(ring, n - 1, META)
         if META.IS_AHEAD:
             raw_s = warpgroup_mma_wait(0, deps=[next_raw_s])
@@ -239,21 +324,28 @@ def _consume_block(
     last = ds_slot(iterations + 1)
     wait_written(last, CONSUMER)
     if iterations > 0:
-        dq = dq_product(tiles.ds, k16_tiles, last, k_tile, CONSUMER, META)  # dQ = dS^T K, of the last iteration
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        write_dq(dq, ring, n, CONSUMER, META)
+        dq, dq1 = _begin_dq(tiles, k16_tiles, last, k_tile, CONSUMER, META)  # of the last iteration
+        dq, dq1 = _wait_for_dq(dq, dq1, 0, META)
+        _write_both_dq(dq, dq1, tiles, ring, n, CONSUMER, META)
         hand_over_dq(ring, n, META)
     # k, and in FP8 dout in 16 bits, were also read by the other warpgroup, which no longer needs them
     named_barrier_sync(LAST, BOTH)
     if args.dk32.ptr is not None:
         store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
         store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)
+        if META.DIM1 > 0:
+            store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, DIM)
+            store_key_gradient(args.dv32, scaled(dv1, draws, META), block, CONSUMER * ROWS, DIM)
     else:
         k16_tiles.index(k_tile + CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
         if META.IS_FP8:
             dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
         else:
             tiles.v.index(v_tile + CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
+        if META.DIM1 > 0:
+            k1, v1 = tiles.second.k.index(k_tile + CONSUMER), tiles.second.v.index(v_tile + CONSUMER)
+            k1.reshape([ROWS, META.DIM1]).store((dk1 * scores.scale).to(DTYPE))
+            v1.reshape([ROWS, META.DIM1]).store(scaled(dv1, draws, META).to(DTYPE))
     fence_async_shared()
     pipeline.release(barriers.dkdv_full, Stage(begun.blocks, META.K_STAGES))
 

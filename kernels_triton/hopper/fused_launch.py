@@ -6,7 +6,7 @@ from typing import Any
 
 from flexattn.kernels_triton.common.features import is_plain
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tiles import DQ_PART
+from flexattn.kernels_triton.common.tiles import DQ_PART, split_head_dim
 from flexattn.kernels_triton.gluon.conditions import KEYS, converts_dq
 from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.fused_arguments import FusedMeta
@@ -25,13 +25,15 @@ def launch_fused(kernel: Any, call: Backward, tile: Any) -> None:
     """
     x = call.problem
     is_fp8 = x.q.element_size() == 1
+    dim, dim1 = split_head_dim(tile.head_dim)
     meta = FusedMeta(
         **x.features._asdict(),
         IS_FP8=is_fp8,
         IS_PLAIN=is_plain(x.features),
         BLOCK_M=tile.queries,
         BLOCK_N=KEYS,
-        DIM=tile.head_dim,
+        DIM=dim,
+        DIM1=dim1,
         DP_FIRST=tile.dp_first,
         IS_AHEAD=tile.is_ahead,
         PINGPONG=tile.pingpong,
@@ -43,7 +45,7 @@ def launch_fused(kernel: Any, call: Backward, tile: Any) -> None:
         V_STAGES=2 if tile.is_persistent and not is_fp8 and tile.head_dim <= 64 else 1,
         CONVERTED=DQ_PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
     )
-    dq_block = (ROWS.value, tile.queries * tile.head_dim // KEYS)
+    dq_block = (ROWS.value, tile.queries * dim // KEYS)
 
     def fp8_operands() -> Fp8Operands:
         return Fp8Operands(descales_of(x), copies_in_16_bits(x, call.dout, call.out.dtype))

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.gluon.backward_blocks import key_block_of_program
-from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedBarriers, FusedTiles
+from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedBarriers, FusedTiles, SecondTiles
 from flexattn.kernels_triton.gluon.operands import allocate_tiles
 from flexattn.kernels_triton.gluon.pipeline import STAGES, allocate_barriers, allocate_tile_slots
 from flexattn.kernels_triton.hopper.fp8 import allocate_factors
@@ -19,6 +19,16 @@ def allocate_fused(args: FusedArguments, META: gl.constexpr):
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DTYPE: gl.constexpr = descriptors.k16.dtype if META.IS_FP8 else descriptors.k.dtype
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+    second = ()
+    if META.DIM1 > 0:
+        parts = descriptors.second
+        second = SecondTiles(
+            q=allocate_tiles(STAGES, parts.q),
+            dout=allocate_tiles(STAGES, parts.dout),
+            k=allocate_tiles(2 * META.K_STAGES, parts.k),
+            v=allocate_tiles(2 * META.V_STAGES, parts.v),
+            dq=allocate_tiles(2 * META.DQ_STAGES, parts.dq),
+        )
     tiles = FusedTiles(
         q=allocate_tiles(STAGES, descriptors.q),
         q16=allocate_tiles(STAGES, descriptors.q16) if META.IS_FP8 else (),
@@ -31,6 +41,7 @@ def allocate_fused(args: FusedArguments, META: gl.constexpr):
         factors=allocate_factors(STAGES) if META.IS_FP8 else (),
         ds=gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE),
         dq=allocate_tiles(2 * META.DQ_STAGES, descriptors.dq),
+        second=second,
     )
     q_empty = allocate_barriers(STAGES, 2)
     # No barrier may be unused: Triton would reuse its memory for the arguments of partitions (`CompileReport.idle_barriers`).

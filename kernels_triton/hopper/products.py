@@ -26,6 +26,17 @@ def score_product(left: Pair, left_slot, right: Pair, stage, zeros, COLUMNS: gl.
 
 
 @gluon.jit
+def second_dq_product(ds_tiles, k1_tiles, slot, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # Returns the second part of a tile of dq from this warpgroup's 64 keys. Half of its columns from all 128 keys would be too
+    # narrow for the tensor cores.
+    COLUMNS: gl.constexpr = META.DIM1
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
+    k1 = k1_tiles.index(k_tile + CONSUMER).reshape([ROWS, COLUMNS])
+    return warpgroup_mma(ds_tiles.index(slot + CONSUMER).permute([1, 0]), k1, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
     # Returns this warpgroup's half of a tile of dq, from all 128 keys, whose tiles begin at k_tile: half of the columns of 64
     # queries, or 64 of 128 queries.

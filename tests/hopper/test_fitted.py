@@ -1,0 +1,359 @@
+"""Tiles for sm_90 whose head dims have two parts: their choice, compile gates, and both directions in the emulator or on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn import emulator
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import as_bshd, empty_outputs
+from flexattn.kernels_triton import families
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
+from flexattn.kernels_triton.common.tiles import (
+    HOPPER_FITTED,
+    HOPPER_FORWARD,
+    HOPPER_FUSED_FITTED,
+    HopperFusedTile,
+    HopperTile,
+    select_fitted_tile,
+)
+from flexattn.kernels_triton.gluon import dq_sums, forward_partition, fused_loader
+from flexattn.kernels_triton.hopper import backward_fused, conditions, forward, fused_consumer
+from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.testing import make_call, make_dlse, make_dout, make_inputs, reference_attention
+from tests.device import fitted
+from tests.support import inject
+from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import (
+    EVERYTHING,
+    HARMLESS,
+    SINKS,
+    UNEVEN,
+    check_gradients,
+    check_results,
+    gradient_memory,
+    is_wide,
+    wanted_gradients,
+    without_gpu,
+)
+from tests.support.inject import drop, kernels_with, with_argument
+
+HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
+on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the emulator runs these kernels above")
+DENSE = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
+ALL = EVERYTHING | {"softmax_offset": SINKS}
+BACKWARD = "_attn_bwd_fused_hopper_kernel"
+
+
+def problem_of(*dims: int, tokens: int = 4096, **more: Any) -> Problem:
+    d_qk, d_v = dims if len(dims) == 2 else dims * 2
+    q, v = (torch.empty(2, tokens, 16, dim, dtype=torch.bfloat16, device="meta") for dim in (d_qk, d_v))
+    return Problem(q, q, v, softmax_scale=0.1, **more)
+
+
+def backward_of(problem: Problem) -> Backward:
+    out = problem.v if problem.q.shape[-1] != problem.v.shape[-1] else problem.q
+    lse = torch.empty(2, 16, problem.q.shape[1], device="meta")
+    return Backward(problem, out, lse, out, None, *(torch.empty_like(t) for t in (problem.q, problem.k, problem.v)))
+
+
+@pytest.mark.parametrize(
+    ("dims", "wanted"),
+    [((64, 64), 0), ((72, 72), 80), ((80, 40), 80), ((40, 88), 96), ((96, 96), 96), ((104, 104), 0), ((128, 128), 0)]
+    + [
+        ((192, 128), 0),
+        ((160, 128), 0),
+        ((136, 136), 160),
+        ((128, 160), 160),
+        ((192, 160), 192),
+        ((192, 192), 192),
+        ((224, 224), 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_modified", [False, True])
+def test_head_dims_that_other_tiles_pad_more_have_a_fitted_one(dims: tuple[int, int], wanted: int, is_modified: bool) -> None:
+    tile = select_fitted_tile(*dims, is_modified=is_modified)
+    assert (tile.head_dim_v if tile else 0) == wanted
+    if tile is not None:
+        assert tile.block_n == (64 if is_modified or wanted == 192 else 128)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_auto_leaves_them_until_a_gpu_has_run_them(is_asked: bool, has_run: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "FITTED_HAS_RUN", has_run)
+    policy = families.Policy(ignores_measurements=is_asked, takes_what_never_ran=is_asked)
+    with pretended_device(90, 132):
+        for dims, fits in (((72,), 80), ((96,), 96), ((160,), 160), ((64,), None), ((128,), None)):
+            problem = problem_of(*dims, window_right=0)
+            choice = families.choose(Forward(problem, problem.q, torch.empty(2, 16, 4096, device="meta")), policy)
+            today = conditions.forward_tile(problem)
+            assert choice.tile.head_dim_v == (fits if fits and (is_asked or has_run) else today.head_dim_v)
+            assert today in HOPPER_FORWARD.values()
+            if dims[0] <= 128:
+                tile = families.choose(backward_of(problem), policy).tile
+                assert tile.head_dim == (fits if fits and (is_asked or has_run) else max(64, today.head_dim_v))
+
+
+def test_few_queries_pages_and_block_masks_keep_other_tiles() -> None:
+    few = problem_of(80, tokens=64)
+    assert conditions.fitted_forward_tile(few) is None
+    assert conditions.fitted_forward_tile(problem_of(80, tokens=65)) is not None
+    paged = problem_of(80, page_table=torch.empty(2, 1, dtype=torch.int32, device="meta"))
+    assert conditions.fitted_forward_tile(paged) is None
+    for tokens, name in ((1024, "d80_persistent"), (16384, "d80")):
+        with pretended_device(90, 132):
+            assert conditions.fitted_fused_tile(problem_of(80, tokens=tokens, window_right=0)) == HOPPER_FUSED_FITTED[name]
+    with pretended_device(90, 132):
+        assert conditions.fitted_fused_tile(problem_of(96, tokens=16384)) == HOPPER_FUSED_FITTED["d96_open"]
+
+
+FORWARDS = {tile.head_dim_v: tile for tile in HOPPER_FITTED}
+
+
+def run_forward(
+    seed: int,
+    call: dict[str, Any],
+    dims: tuple[int, int],
+    kernels: Any = forward,
+    fp32: bool = False,
+    splits: int | None = None,
+    **inputs: Any,
+) -> emulator.Report:
+    """The forward in the emulator, compared with the reference."""
+    given = make_inputs(dtype=torch.bfloat16, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+    spec, x = make_call(given, **call, return_max_logit=False)
+    with emulated(seed, kernels) as reports:
+        problem = triton_backend.to_problem(spec, x)
+        out, lse, _ = empty_outputs(spec, x)
+        out = out.float() if fp32 else out
+        tile = select_fitted_tile(*dims, is_modified=problem.is_modified or problem.dropout_p > 0)
+        kernels.hopper_forward(problem, as_bshd(out, spec.q_format), lse, tile=tile, splits=splits)
+    (report,) = reports.values()
+    if not report.bugs:
+        check_results(spec, x, out, lse)
+        assert not fp32 or is_wide(out, spec.dtype)
+    return report
+
+
+def check_forward(seed: int, *args: Any, **inputs: Any) -> None:
+    report = run_forward(seed, *args, **inputs)
+    assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 64), (96, 96), (136, 152), (160, 160), (168, 192)], ids=str)
+@pytest.mark.parametrize("fp32", [False, True])
+def test_forward_emulated(dims: tuple[int, int], fp32: bool) -> None:
+    """Packed sequences of all kinds, and blocks that no edge cuts; a tile with two heads; parts of a split."""
+    seed = sum(dims) // 8 + fp32
+    check_forward(seed, ALL, dims, fp32=fp32, qkv_format="thd", gap=3, **UNEVEN)
+    check_forward(seed + 1, {"attn_mask_type": "causal"}, dims, **DENSE)
+    check_forward(seed + 2, {}, dims, lengths_q=[40], lengths_kv=[300], num_heads=6, num_heads_kv=2)
+    check_forward(seed + 3, {}, dims, lengths_q=[140], lengths_kv=[600], num_heads=1, num_heads_kv=1, splits=2)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize(
+    "call", [{"softcap": 3.0}, {"dropout_p": 0.0, "return_max_logit": False, "window_size": (60, 20)}], ids=str
+)
+@pytest.mark.parametrize("dim", [80, 96, 160])
+def test_modified_scores_emulated(dim: int, call: dict[str, Any]) -> None:
+    given = {name: value for name, value in call.items() if name not in ("return_max_logit", "dropout_p")}
+    check_forward(dim // 8, given, (dim, dim), **DENSE)
+
+
+def run_backward(
+    seed: int,
+    call: dict[str, Any],
+    dims: tuple[int, int],
+    tile: HopperFusedTile,
+    kernels: Any = backward_fused,
+    fp32: bool = False,
+    **inputs: Any,
+) -> emulator.Report:
+    """The backward in the emulator, with the reference's forward, compared with its gradients."""
+    given = make_inputs(dtype=torch.bfloat16, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+    spec, x = make_call(given, **call, return_max_logit=False)
+    out, lse = reference_attention(spec, x, dtype=spec.dtype)[:2]
+    dout, dlse = make_dout(given), make_dlse(given)
+    memory = gradient_memory(spec, x, torch.float32 if fp32 else None)
+    rows, dout_rows = (as_bshd(t.to(spec.dtype), spec.q_format) for t in (out, dout))
+    with emulated(seed, kernels) as reports:
+        problem = triton_backend.to_problem(spec, x)
+        kernels.fused_backward(Backward(problem, rows, lse.float(), dout_rows, dlse, *memory.views, memory.doffset), tile)
+    report = reports[BACKWARD]
+    if not report.bugs:
+        check_gradients(memory, wanted_gradients(spec, x, dout, dlse))
+        assert not fp32 or all(is_wide(t, spec.dtype) for t in memory.gradients)
+    return report
+
+
+def check_backward(seed: int, *args: Any, **inputs: Any) -> None:
+    report = run_backward(seed, *args, **inputs)
+    assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", HOPPER_FUSED_FITTED)
+@pytest.mark.parametrize("narrower", [0, 8])
+def test_backward_emulated(name: str, narrower: int) -> None:
+    tile = HOPPER_FUSED_FITTED[name]
+    dims = (tile.head_dim - narrower, tile.head_dim - 2 * narrower)
+    seed = tile.head_dim // 8 + narrower
+    check_backward(seed, ALL, dims, tile, fp32=narrower > 0, qkv_format="thd", gap=3, padding=True, **UNEVEN)
+    check_backward(seed + 1, {"attn_mask_type": "causal"}, dims, tile, **DENSE)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", ["d80", "d96_persistent"])
+@pytest.mark.parametrize("fmt", ["sbhd", "bhsd"])
+def test_backward_of_modified_scores_emulated(name: str, fmt: str) -> None:
+    dim = HOPPER_FUSED_FITTED[name].head_dim
+    check_backward(
+        dim, {"softcap": 3.0, "attn_mask_type": "causal"}, (dim, dim), HOPPER_FUSED_FITTED[name], qkv_format=fmt, **DENSE
+    )
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_schedules(seed: int) -> None:
+    for tile in HOPPER_FITTED:
+        check_forward(seed, ALL, (tile.head_dim_qk, tile.head_dim_v), qkv_format="thd", gap=3, **UNEVEN)
+    for fused in HOPPER_FUSED_FITTED.values():
+        check_backward(seed, ALL, (fused.head_dim,) * 2, fused, qkv_format="thd", gap=3, **UNEVEN)
+
+
+FAULTS: dict[str, tuple[Any, inject.Fault]] = {
+    "v's second part has the columns of the first": (forward_partition, with_argument("load_rows(descriptors.v1)", 5, "0")),
+    "the second part of out has the columns of the first": (forward, with_argument("_store_out(acc1)", 1, "0")),
+    "k's second part is read before it has come": (fused_loader, with_argument("_load_keys(descriptors.k)", 4, "Q_BYTES")),
+    "the second part of dq has the columns of the first": (dq_sums, with_argument("reduce_add(second.dq)", 1, "[sums_row, 0]")),
+    "the second part of dq is not written": (fused_consumer, drop("write_second_dq()")),
+}
+
+
+@pytest.mark.slow
+@without_gpu
+@pytest.mark.parametrize("name", FAULTS)
+def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
+    module, fault = FAULTS[name]
+    is_forward = module in (forward, forward_partition)
+    (kernels,) = kernels_with((forward if is_forward else backward_fused,), module, fault, tmp_path)
+    for seed in (2, 5):  # round robin and random
+        try:
+            if is_forward:
+                report = run_forward(seed, {}, (96, 96), kernels, **DENSE)
+            else:
+                report = run_backward(seed, {}, (96, 96), HOPPER_FUSED_FITTED["d96"], kernels, **DENSE)
+        except AssertionError:  # a wrong result
+            continue
+        assert report.bugs, f"not found on seed {seed}"
+
+
+def tensors_of(dim: int) -> tuple[Problem, torch.Tensor, torch.Tensor]:
+    q = torch.zeros(2, 256, 4, dim, dtype=torch.bfloat16)
+    return Problem(q, q, q, softmax_scale=0.1, window_right=0), q, torch.zeros(2, 4, 256)
+
+
+# Instructions in one iteration of the main loop and of them HGMMA, with a causal mask
+LOOPS: dict[tuple[str, Any], tuple[int, int]] = {
+    ("forward", 80): (455, 21),
+    ("forward", 96): (477, 22),
+    ("forward", 160): (526, 26),
+    ("forward", 192): (394, 20),
+    ("backward", "d80"): (531, 38),
+    ("backward", "d80_persistent"): (545, 38),
+    ("backward", "d80_open"): (500, 38),
+    ("backward", "d96"): (546, 40),
+    ("backward", "d96_persistent"): (558, 40),
+    ("backward", "d96_open"): (520, 40),
+}
+
+
+def launch_of(direction: str, name: Any) -> Any:
+    with recorded_launches() as seen:
+        if direction == "forward":
+            tile: HopperTile = FORWARDS[name]
+            problem, out, lse = tensors_of(tile.head_dim_v)
+            forward.hopper_forward(problem, out, lse, tile=tile)
+        else:
+            problem, out, lse = tensors_of(HOPPER_FUSED_FITTED[name].head_dim)
+            gradients = (torch.zeros_like(out) for _ in range(3))
+            backward_fused.fused_backward(Backward(problem, out, lse, out, None, *gradients), HOPPER_FUSED_FITTED[name])
+    return next(launch for launch in seen if launch.kernel.__name__ in ("_attn_fwd_hopper_kernel", BACKWARD))
+
+
+@pytest.mark.slow
+@pytest.mark.sample(values=True)
+@pytest.mark.parametrize("case", LOOPS, ids=str)
+def test_compiled(case: tuple[str, Any]) -> None:
+    """No word is spilled in a loop, and no product waits for another one that it does not need."""
+    (report,) = compile_sound([request_for(launch_of(*case), 90)])
+    assert not report.warnings  # C7512: ptxas serialises the products
+    assert report.idle_barriers == 0
+    assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90]
+    loops = [loop for loop in report.loops if "HGMMA" in loop]
+    instructions, products = LOOPS[case]
+    assert [loop["HGMMA"] for loop in loops] == [products] * 2
+    assert not any(loop.get("STL", 0) + loop.get("LDL", 0) for loop in loops), loops
+    assert all(abs(sum(loop.values()) - instructions) <= 0.05 * instructions for loop in loops), [sum(x.values()) for x in loops]
+
+
+@pytest.mark.sample
+@on_hopper
+@pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 96), (88, 64), (160, 160), (136, 152), (192, 192)], ids=str)
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd"])
+@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700)])
+def test_on_a_gpu(fmt: str, mask: str, dims: tuple[int, int], sq: int, skv: int) -> None:
+    padding = "padding" if mask == "no_mask" else f"padding_{mask}"
+    inputs = {"lengths_q": [sq] * 3, "lengths_kv": [skv] * 3, "num_heads": 4, "num_heads_kv": 2, "device": "cuda"}
+    given = make_inputs(qkv_format=fmt, dtype=torch.bfloat16, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+    spec, x = make_call(given, attn_mask_type=padding if fmt == "thd" else mask, return_max_logit=False)
+    problem = triton_backend.to_problem(spec, x)
+    dout, dlse = make_dout(given), make_dlse(given)
+    wanted = wanted_gradients(spec, x, dout, dlse)
+    tile = select_fitted_tile(*dims, is_modified=False)
+    fused = [fused for fused in HOPPER_FUSED_FITTED.values() if tile is not None and fused.head_dim == tile.head_dim_v]
+    out, lse, _ = empty_outputs(spec, x)
+    rows = as_bshd(out, spec.q_format)
+    for _ in range(3):
+        rows.fill_(float("nan"))
+        forward.hopper_forward(problem, rows, lse, tile=tile)
+        check_results(spec, x, out, lse)
+    for variant in fused:
+        memory = gradient_memory(spec, x)
+        call = Backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *memory.views, memory.doffset)
+        backward_fused.fused_backward(call, variant)
+        check_gradients(memory, wanted)
+
+
+@pytest.mark.parametrize("head_dim", fitted.HEAD_DIMS)
+def test_the_timed_kernels_launch(head_dim: int) -> None:
+    """The program that times them on a GPU; today's kernels come first."""
+    shape = fitted.Shape(2, 512, 512, 2, causal=True)
+    with pretended_device(90, 132), recorded_launches() as seen:
+        call = fitted.call_of(shape, head_dim, "meta")
+        names = {}
+        for direction, kernels in (("forward", fitted.forwards(call.forward)), ("backward", fitted.backwards(call.backward))):
+            for name, kernel in kernels:
+                before = len(seen)
+                kernel()
+                assert len(seen) > before
+                names.setdefault(direction, []).append(name)
+    assert all(first.startswith("today") for first, *_ in names.values())
+    assert len(names["forward"]) > 1 or head_dim == 112
