@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,18 +85,18 @@ class Checker:
     def _make(self, parts: Sequence[Tensor], bias: Tensor | None) -> tuple[AttentionSpec, Operands, Tensor]:
         w, t = self.workload, self._tensors
         q, k, v, dout = parts
-        heads = slice(-w.group_size, None)
+        by_head = {"alibi_slopes": t.alibi_slopes, "softmax_offset": t.softmax_offset}
+        cut: dict[str, Any] = {name: None if x is None else x[-w.group_size :].contiguous() for name, x in by_head.items()}
         spec, x = make_call(
             Inputs(q, k, v, "bshd", *(None,) * 6),
             attn_mask_type=w.attn_mask_type.removeprefix("padding_") if w.attn_mask_type != "padding" else "no_mask",
             window_size=w.window_size,
             bias_type="alibi" if t.alibi_slopes is not None else "no_bias" if bias is None else "post_scale_bias",
             bias=bias,
-            alibi_slopes=None if t.alibi_slopes is None else t.alibi_slopes[heads].contiguous(),
             softmax_type=w.softmax_type,
-            softmax_offset=None if t.softmax_offset is None else t.softmax_offset[heads].contiguous(),
             softcap=SOFTCAP if w.score == "softcap" else 0.0,
             return_max_logit=False,
+            **cut,
         )
         return spec, x, dout
 

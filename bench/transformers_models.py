@@ -71,7 +71,7 @@ def batches(tokens: int, device: torch.device) -> dict[str, Batch]:
     }
 
 
-def build(model: str, sizes: dict[str, object], implementation: str, dtype: torch.dtype, device: torch.device) -> Any:
+def build(model: str, sizes: dict[str, object], implementation: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """Returns a model. Its random weights are the same for every implementation and dtype."""
     import transformers
 
@@ -84,23 +84,23 @@ def build(model: str, sizes: dict[str, object], implementation: str, dtype: torc
     for key, weight in subject.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(weight)
-    return subject.to(device, dtype)
+    return subject.to(device, dtype)  # type: ignore[no-any-return]
 
 
-def logits_of(model: Any, batch: Batch) -> Tensor:
+def logits_of(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Returns the logits that count, float32 [tokens, vocabulary]."""
     with torch.no_grad():
         logits: Tensor = model(**batch.inputs, use_cache=False).logits[batch.kept].float()
     return logits
 
 
-def step(model: Any, batch: Batch) -> None:
+def step(model: torch.nn.Module, batch: Batch) -> None:
     """Runs a forward and a backward, and drops the gradients."""
     model(**batch.inputs, use_cache=False).logits.float().square().mean().backward()
     model.zero_grad(set_to_none=True)
 
 
-def time_steps(model: object, batch: Batch) -> dict[str, float]:
+def time_steps(model: torch.nn.Module, batch: Batch) -> dict[str, float]:
     """Returns the milliseconds of steps (median and quartiles) and the peak memory in GiB, including the model's."""
     for _ in range(WARM_UPS):
         step(model, batch)

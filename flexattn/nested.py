@@ -33,7 +33,7 @@ def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments:
     return type(result)(out, *others) if others else out
 
 
-def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[object, object, object], Arguments]:
+def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[Tensor, Tensor, Tensor], Arguments]:
     """Returns q, k, v and the arguments of the packed call that equals a call of nested q, k and v.
 
     Raises ValueError for FP8, for a format other than "bshd" and "bhsd", for a jagged dim other than the format's s, for lengths as

@@ -149,7 +149,7 @@ class _Kept(NamedTuple):
     """
 
     sources: tuple[str, ...]
-    run: Callable[[Sequence[Any]], tuple[object, ...]]
+    run: Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
 
     @classmethod
     def of(cls, given: _Given, arguments: Mapping[str, object], names: tuple[str, str]) -> _Kept | None:
@@ -371,12 +371,12 @@ def words_of(key: jax.Array) -> jax.Array:
     return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # nonnegative, as in torch
 
 
-def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[object]], tuple[object, ...]]:
+def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]:
     """Returns the call as a function of its arrays, with its derivatives; names: of out and lse, for checkpoint policies."""
     bound = functools.cache(given.bind)
     zero = jax.custom_derivatives.SymbolicZero
 
-    def primal(*arrays: jax.Array) -> tuple[object, ...]:
+    def primal(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         one, sources = bound((False,) * len(arrays))
         return tuple(bind(forward_p, _operands(arrays, sources), one))
 

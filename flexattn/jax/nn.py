@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -106,7 +107,7 @@ def _cumulative(name: str, lengths: jax.Array, batch: int, longest: int) -> jax.
     return cumulative(lengths)
 
 
-def reads_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Any:
+def reads_mask(mask: jax.Array, sizes: tuple[int, int, int, int]) -> Callable[..., jax.Array]:
     """Returns the mask_mod that reads a mask; dims of size 1 broadcast."""
     if any(size not in (1, full) for size, full in zip(mask.shape, sizes, strict=True)):
         raise ValueError(f"mask has shape {mask.shape}; accepted: {sizes}, where any dim may be 1")

@@ -6,7 +6,7 @@ Each has an inner primitive, the call of one device, which is lowered for a plat
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ def _abstract(shapes: Any) -> object:
 def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns arrays that all vary over the same axes of a `jax.shard_map`; if one did not, its gradient is a sum over them."""
     varying = [jax.typeof(x).mat.varying for x in arrays]
-    union: frozenset[object] = frozenset().union(*varying)
+    union: frozenset[str] = frozenset().union(*varying)
     return [
         jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if axes != union else x
         for x, axes in zip(arrays, varying, strict=True)
@@ -80,7 +80,7 @@ def bind(primitive: Primitive, arrays: Sequence[jax.Array], call: Hashable) -> l
 def _on_host(name: str, shapes: object) -> object:
     direction = _direction(name)
 
-    def run(*arrays: jax.Array, call: Call) -> Any:
+    def run(*arrays: jax.Array, call: Call) -> object:
         x = _metas(call, arrays[: call.num_operands])
         spec = with_classes(call.spec(x), x)._replace(device_type="cpu")
         select(spec.for_backward() if direction == "backward" else spec, direction, call.settings.backend)  # raises BackendError
@@ -89,8 +89,8 @@ def _on_host(name: str, shapes: object) -> object:
     return run
 
 
-def _on_cuda(name: str, shapes: object, planned: Any) -> object:
-    def run(*arrays: jax.Array, call: Call) -> Any:
+def _on_cuda(name: str, shapes: object, planned: Callable[[Call, Sequence[jax.Array]], object]) -> object:
+    def run(*arrays: jax.Array, call: Call) -> object:
         if call.settings.backend not in cuda.HOSTED:
             return planned(call, arrays)
         return _call_handler(name, shapes, cuda.checked(call, arrays, _direction(name)), arrays)
@@ -98,7 +98,7 @@ def _on_cuda(name: str, shapes: object, planned: Any) -> object:
     return run
 
 
-def _call_handler(name: str, shapes: Any, call: Call, arrays: Any) -> object:
+def _call_handler(name: str, shapes: Any, call: Call, arrays: Sequence[jax.Array]) -> object:
     return jax.ffi.ffi_call(name, shapes(call, arrays))(*arrays, call=call.text)
 
 

@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 def partitioned(primitive: Primitive, layout_of: Callable[[object, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., object]:
     """Returns a call of the primitive that XLA may split over devices; layout_of: a function of a call and its arrays' shapes."""
 
-    def run(*arrays: jax.Array, call: Call) -> Any:
+    def run(*arrays: jax.Array, call: Call) -> object:
         def run_whole(*arrays: jax.Array) -> Any:
             return primitive.bind(*arrays, call=call)
 

@@ -58,9 +58,7 @@ class _TooManyFloats(Exception):
 # A part of the key, then names and values of the parts to visit, and a function that makes a copy from copies of the parts.
 _Parts = tuple[Hashable, Sequence[str], Sequence[Any], Callable[[list[Any]], Any] | None]
 _Entry = tuple[Callable[[str, object], object], str, object]  # a function, a name, and the object that it gave for the name
-_Read = tuple[
-    Callable[[Any], Sequence[object]], Any, Sequence[object]
-]  # a function, its argument, and the objects that it returned
+_Read = tuple[Callable[[Any], Sequence[object]], Any, Sequence[object]]  # a function, its argument, and the objects that it gave
 
 ABSENT: Any = type("Absent", (), {})()  # stands for an attribute or global that is not there
 MEMO = "_flexattn_captures"  # attribute of a function, so that the memo goes when the function goes
