@@ -265,6 +265,7 @@ class ArrayOptions(
     ModOptions[Array, Blocks],
     LengthOptions[Array],
     CacheOptions[Array],
+    ListOptions[Array],
     Fp8Options[Array, State],
     RunOptions,
     total=False,
@@ -296,7 +297,7 @@ class ReturnOptions(TypedDict, total=False):
     return_max_logit: bool
 
 
-class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], ListOptions["Tensor"], total=False):
+class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], total=False):
     """Tensors of PyTorch.
 
     These are the arguments that do not decide the type of the result.

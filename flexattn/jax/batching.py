@@ -1,7 +1,7 @@
 """vmap of a call: the mapped axis joins the batch of a single call, or if the semantics forbid that, a loop runs.
 
 A loop (`jax.lax.map`) runs if results depend on the whole call or on the batch index: with dropout, max_logit, FP8, caches,
-softmax_offset or captures with gradients, mapped captures or offsets, mods that read b, and an axis of size 0.
+lists of keys, softmax_offset or captures with gradients, mapped captures or offsets, mods that read b, and an axis of size 0.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _needs_loop(call: Call, dims: Sequence[int | None], is_backward: bool) -> bo
         return True
     if mapped & {"softmax_offset", "mod_tensors", "block_mask", "alibi_slopes"} or ("softmax_offset" in names and is_backward):
         return True
-    if _CACHE_ARGUMENTS & {*names}:
+    if _CACHE_ARGUMENTS & {*names} or "kv_indices" in names:
         return True
     if any(fmt == "thd" for fmt in parse_format(settings.qkv_format)) and "bias" in names:
         return True

@@ -117,11 +117,22 @@ def check(spec: AttentionSpec, backend: str, direction: Direction) -> None:
                 "launches itself"
             )
         select(spec, direction, backend)  # raises BackendError
-    elif reason := triton_backend.unsupported(spec, direction):
+    elif reason := triton_backend.unsupported(spec, direction) or _unplanned(spec, backend, direction):
         raise BackendError(
             f"triton cannot run the {direction}: {reason}; from JAX on a CUDA device 'auto' tries no other backend; for torch's, "
             "pass backend='cudnn' or backend='eager'"
         )
+
+
+def _unplanned(spec: AttentionSpec, backend: str, direction: Direction) -> str | None:
+    """Returns why XLA should not launch the kernels that torch launches for a call; None: it may."""
+    if not spec.kv_lists:
+        return None
+    if backend != "triton":
+        return "no GPU has run the kernels for kv_indices; backend='triton' runs them"
+    if direction == "backward" and spec.deterministic:
+        return "deterministic=True sorts kv_indices, which no launch of XLA does; pass deterministic=False"
+    return None
 
 
 def checked(call: Call, arrays: Sequence[jax.Array], direction: Direction) -> Call:

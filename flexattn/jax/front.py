@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn import ops, validation
 from flexattn.call_cache import state_around
-from flexattn.call_options import ALIASES, DEFAULTS, ArrayOptions, ListOptions, taking
+from flexattn.call_options import ALIASES, DEFAULTS, ArrayOptions, taking
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.select import Decision, unsupported
@@ -29,6 +29,7 @@ from flexattn.jax.block_mask import BlockMask
 from flexattn.jax.call import SCALED, Call, cumulative, flat, meta_tensor, shape_of_words
 from flexattn.jax.derivatives import tangent
 from flexattn.jax.primitives import alike, bind, forward_p
+from flexattn.key_lists import block_size
 from flexattn.prepare import default_alibi_slopes, prepare
 from flexattn.shorthands import in_full
 
@@ -45,8 +46,7 @@ _ARRAYS = (
 )
 _SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # fields of DelayedScaling
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
-# A mask is an array that a mask_mod reads, no array is written to, and lists of keys are not there yet.
-NOT_TAKEN = ("mask", "out", *ListOptions.__annotations__)
+NOT_TAKEN = ("mask", "out")  # a mask is an array that a mask_mod reads, and no array is written to
 _TYPES = {"Array": "jax.Array", "Blocks": "BlockMask", "State": "jax_fp8.DelayedScaling"}
 
 
@@ -286,6 +286,12 @@ def _given(given: Mapping[str, object]) -> _Given:
     unknown = sorted(given.keys() - (DEFAULTS.keys() - {*NOT_TAKEN}) - {"q", "k", "v"})
     if unknown:
         raise TypeError(f"attention() was given {', '.join(unknown)}, which it does not take")
+    size = given.get("kv_block_size")
+    if size is not None and block_size(size)[0] != 1:
+        raise ValueError(
+            f"kv_block_size is {size!r}; accepted for JAX arrays: (1, keys), with a list for each query; for lists of query blocks "
+            "pass a block_mask of flexattn.jax.create_block_mask"
+        )
     arguments: dict[str, Any] = in_full(given["q"], given["k"], given)
     state = jax_fp8.checked_state(arguments.pop("fp8_state"))
     if state is not None and getattr(arguments["fp8_recipe"], "scaling", "current") != "delayed":

@@ -28,6 +28,7 @@ _UNSUPPORTED = {
     **dict.fromkeys(("cu_seqlens", "max_seqlen"), "cu_seqlens_q and cu_seqlens_kv of the whole"),
     "batch_invariant": "False",
     **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without a cache"),
+    **dict.fromkeys(("kv_indices", "kv_index_counts", "kv_block_size"), "a mask_mod, because lists name keys of the whole"),
     **dict.fromkeys(("fp8_recipe", "fp8_state"), "q, k and v in FP8 with their descales, because each device would scale its part"),
 }
 

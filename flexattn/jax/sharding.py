@@ -70,8 +70,8 @@ def partitioned(primitive: Primitive, layout_of: Callable[[object, Sequence[tupl
 def _split_factors(call: Call, key_heads: int) -> frozenset[str]:
     """Returns the factors that a call may be split over without changing the result."""
     names, settings = call.names(), call.settings
-    if call.config is not None or call.out8 is not None or "rng_state" in names or "block_mask" in names:
-        return frozenset()  # these need whole tensors (scales), positions (dropout), or whole masks (lists)
+    if call.config is not None or call.out8 is not None or {"rng_state", "block_mask", "kv_indices"} & {*names}:
+        return frozenset()  # these need whole tensors (scales), positions (dropout), or whole lists
     factors = {"batch", "key_head", "in_group"}
     program = parse_program(settings.mods)
     if {"cu_seqlens_q", "cu_seqlens_kv"} & {*names} or (program is not None and looks_at(program, "b")):

@@ -20,12 +20,16 @@ from flexattn.kernels_triton.sparse import forward as sparse
 from flexattn.kernels_triton.sparse.tiles import forward_tile
 from flexattn.ops import spec_to_run
 from flexattn.testing import check_close
-from tests.sparse.test_attention import call
+from tests.sparse.test_attention import DEVICE, call
 from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_caches import exact, make_case
 from tests.support.key_lists import draw_lists
 
 BF16 = torch.bfloat16
+
+
+def on_device(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in arguments.items()}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,8 @@ def test_caches_in_fp8(scales: str, page_size: int, fp8: torch.dtype) -> None:
     indices, counts = draw_lists((3, 2), 2, 40, 24)
     lists = {"kv_indices": indices, "kv_index_counts": counts}
     case = make_case(BF16, fp8, page_size=page_size, scales=scales, queries=2, dims=(32, 48), lengths=(40, 0, 23), **lists)
-    out, lse = attention(**case.arguments, backend="triton", return_lse=True)
+    out, lse = attention(**on_device(case.arguments), backend="triton", return_lse=True)
+    case = case._replace(dense=on_device(case.dense))
     wanted, budget = exact(case, torch.float64), exact(case, BF16)
     check_close("out", out, wanted[0], budget[0])
     check_close("lse", lse, wanted[1], budget[1])
@@ -99,14 +104,15 @@ def latents(page_size: int) -> tuple[dict[str, Any], Tensor, Tensor]:
     else:
         rows = torch.full((2, longest, 1, 656), 255, dtype=torch.uint8)
     first = lengths - torch.tensor([30, 5])
+    given, rows, k, lengths, first = on_device(given), *(t.to(DEVICE) for t in (rows, k, lengths, first))
     arguments = {"page_table": given["page_table"]} if page_size else {}
     new = [t[i, :n] for i, t, n in ((0, k, 37), (1, k, 12))]
     parts = (
         [first_part[: int(n)] for first_part, n in zip(new, first, strict=True)],
         [t[int(n) :] for t, n in zip(new, first, strict=True)],
     )
-    for part, used in zip(parts, (torch.zeros(2, dtype=torch.int32), first.int()), strict=True):
-        bounds = torch.tensor([0, *(len(t) for t in part)]).cumsum(0).int()
+    for part, used in zip(parts, (torch.zeros_like(first.int()), first.int()), strict=True):
+        bounds = torch.tensor([0, *(len(t) for t in part)], device=DEVICE).cumsum(0).int()
         flexattn.append_latents(rows, torch.cat(part), seqused_kv=used, cu_seqlens_q=bounds, qkv_format="thd_2bshd", **arguments)
     return {**given, "rows": rows, "seqused_kv": lengths}, flexattn.unpack_latents(flexattn.pack_latents(k)), lengths
 
@@ -157,11 +163,11 @@ def test_kernels_over_fp8_compile_for_sm_90() -> None:
     with pretended_device(sm, 132), recorded_launches() as launches:
         given, _, _ = latents(8)
         flexattn.latent_attention(
-            **{**given, "q": given["q"].repeat(1, 1, 25, 1), "softmax_offset": torch.zeros(125)}, backend="triton"
+            **{**given, "q": given["q"].repeat(1, 1, 25, 1), "softmax_offset": torch.zeros(125, device=DEVICE)}, backend="triton"
         )
         indices, _ = draw_lists((3, 2), 2, 40, 300, repeats=True)
         case = make_case(BF16, torch.float8_e4m3fn, page_size=4, scales="token and head", queries=2, lengths=(40, 0, 23))
-        attention(**case.arguments, kv_indices=indices, backend="triton")
+        attention(**on_device(case.arguments), kv_indices=indices.to(DEVICE), backend="triton")
     found = [launch for launch in launches if launch.kernel.__name__ == "_sparse_fwd_kernel"]
     assert len(found) == 2
     for report in compile_sound([request_for(launch, sm) for launch in found]):

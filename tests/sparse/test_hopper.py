@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -187,6 +189,65 @@ def launches(given: dict[str, Any]) -> list[Launch]:
         patch.setattr(triton_backend, "policy_of", lambda spec: families.Policy(takes_what_never_ran=True))
         attention(backend="triton", **given)
     return found
+
+
+ON_A_GPU = [
+    ("latent", 4096, 128, (576, 512), 2048),
+    ("latent", 2048, 20, (320, 256), 700),
+    ("narrow", 4096, 16, (128, 128), 2048),
+    ("narrow", 2048, 128, (192, 128), 300),
+    ("narrow", 1024, 3, (64, 64), 65),
+    ("narrow", 1024, 8, (256, 256), 130),
+]
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "length", "heads", "dims", "entries"), ON_A_GPU)
+def test_on_a_gpu(
+    name: str, length: int, heads: int, dims: tuple[int, int], entries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every run the same bits, and the numbers of the reference for the last queries."""
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: families.Policy(takes_what_never_ran=True))
+    generator = torch.Generator("cuda").manual_seed(entries)
+    q, k, v = (
+        torch.randn(1, length, h, d, generator=generator, device="cuda").to(dtype)
+        for h, d in ((heads, dims[0]), (1, dims[0]), (1, dims[1]))
+    )
+    v = k[..., : dims[1]] if name == "latent" else v
+    last = torch.arange(length, device="cuda")[None, :, None] + 1
+    indices = (torch.rand(1, length, entries, generator=generator, device="cuda") * last).int() - (last % 7 == 0).int()
+    options = {"kv_indices": indices, "attn_mask_type": "causal_bottom_right", "return_lse": True}
+    with recorded_families() as chosen:
+        out, lse = attention(q, k, v, backend="triton", **options)
+    assert chosen == {"sm_90 sparse latent" if name == "latent" else "sm_90 sparse"}
+    for _ in range(3):
+        again = attention(q, k, v, backend="triton", **options)
+        assert torch.equal(again.out, out)
+        assert torch.equal(again.lse, lse)
+    options["kv_indices"] = indices[:, -64:]
+    budget = attention(q[:, -64:], k, v, backend="eager", **options)
+    exact = attention(*(t.double() for t in (q[:, -64:], k, v)), backend="eager", **options)
+    check_close("out", out[:, -64:], exact.out, budget.out)
+    check_close("lse", lse[..., -64:], exact.lse, budget.lse)
+
+
+@contextmanager
+def recorded_families() -> Iterator[set[str]]:
+    """The names of the families that are chosen in it."""
+    names: set[str] = set()
+    choose = families.choose
+
+    def noted(call: Any, policy: Any) -> Any:
+        choice = choose(call, policy)
+        names.add(choice.family.name)
+        return choice
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "choose", noted)
+        yield names
 
 
 @pytest.mark.slow
