@@ -15,7 +15,6 @@ _IS_COMMAND = _IS_SCRIPT or (_ARGV[0] == "-m" and sys.orig_argv[-len(_ARGV) - 1 
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from flexattn.dispatch.options import attention_backend
-    from flexattn.dispatch.options import is_watched as _is_watched
     from flexattn.dispatch.select import BackendError
     from flexattn.dispatch.spec import Window
     from flexattn.functional import OutLse, OutLseMaxLogit, OutMaxLogit, attention, explain, merge_attention
@@ -114,5 +113,5 @@ if not TYPE_CHECKING:  # else mypy would accept any name of the package
             value = globals()[name] = getattr(value, name)
         return value
 
-    if not _IS_COMMAND and _is_watched():  # FLEXATTN_LOG or FLEXATTN_DUMP
+    if "attention" in globals() and sys.modules[f"{__name__}.dispatch.options"].is_watched():  # no command
         importlib.import_module("flexattn.watch").start()

@@ -24,10 +24,10 @@ USERS = {
     "explain": Command("flexattn.cli.explain", "say which kernels run a call, given by its shapes, and why"),
     "doctor": Command("flexattn.cli.doctor", "list installed and missing packages, and how to get them"),
     "verify": Command("flexattn.cli.verify", "check the kernels on your GPU, and time a few calls"),
-    "replay": Command("flexattn.cli.replay", "run a call again whose inputs FLEXATTN_DUMP has kept"),
     "bench": Command("flexattn.bench.command", "compare attention with other libraries, on your shapes"),
     "fp8": Command("flexattn.bench.fp8", "measure the errors of FP8 attention, by recipe"),
     "build": Command("flexattn.cli.build", "compile the Triton kernels of a call ahead, also for a GPU that is not here"),
+    "replay": Command("flexattn.cli.replay", "run a call again whose inputs FLEXATTN_DUMP has kept"),
 }
 DEVELOPERS = {
     "play": Command("flexattn.bench.play", "check, compile and time a kernel, with other tiles or from your own file"),
