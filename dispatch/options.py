@@ -21,10 +21,14 @@ No other file of the package reads a variable, except for TransformerEngine's va
 |                    | in Triton's cache directory      | files of `python -m flexattn build` into it.                         |
 | `FLEXATTN_PEER_MEMORY` | auto (default), never        | never: ranks of one host share no memory, and exchange data only     |
 |                    |                                  | through the process group. Set it to the same value on all ranks.    |
+| `FLEXATTN_LOG`     | off (default), info, debug       | info: logs each distinct call of the process to stderr. debug: logs  |
+|                    |                                  | every call.                                                          |
+| `FLEXATTN_DUMP`    | a directory; unset: none         | the directory for the inputs of PyTorch calls that fail.             |
 | `FLEXATTN_AS`      | sm_80, sm_86, sm_89, sm_120;     | the target that `python -m flexattn` commands with `--as`, and the   |
 |                    | unset: the GPU's own             | tests, compile for. The GPU at hand runs the older code.             |
 
-Every call reads them, so a change takes effect at once. If a value is not accepted, the next call and the next `explain` raise a
+Every call reads them, so a change takes effect at once, except for FLEXATTN_LOG and FLEXATTN_DUMP, which an import of flexattn
+reads. If a value is not accepted, the next call and the next `explain` raise a
 ValueError, even if they do not use it. A function under `torch.compile` keeps the `FLEXATTN_BACKEND` that it was compiled with
 (`attention_backend()` is guarded, and recompiles).
 """
@@ -47,8 +51,9 @@ ACCEPTED = {  # the values of each variable that has a fixed set of them, its de
     "FLEXATTN_HOPPER": ("auto", "always", "never"),
     "FLEXATTN_BATCH_INVARIANT": _FLAG,
     "FLEXATTN_PEER_MEMORY": ("auto", "never"),
+    "FLEXATTN_LOG": ("off", "info", "debug"),
 }
-VARIABLES = (*ACCEPTED, "FLEXATTN_PLANS", "FLEXATTN_KERNELS", "FLEXATTN_AS")
+VARIABLES = (*ACCEPTED, "FLEXATTN_PLANS", "FLEXATTN_KERNELS", "FLEXATTN_DUMP", "FLEXATTN_AS")
 
 
 def check_name(argument: str, value: object, accepted: Sequence[str]) -> None:
@@ -98,6 +103,21 @@ def peer_memory() -> str:
 def imitated_target() -> str | None:
     """Returns FLEXATTN_AS, or None if it is unset or empty."""
     return os.environ.get("FLEXATTN_AS") or None
+
+
+def log_level() -> str:
+    """Returns FLEXATTN_LOG."""
+    return _value("FLEXATTN_LOG")
+
+
+def dump_directory() -> str | None:
+    """Returns FLEXATTN_DUMP, or None if it is unset or empty."""
+    return os.environ.get("FLEXATTN_DUMP") or None
+
+
+def is_watched() -> bool:
+    """Returns whether FLEXATTN_LOG or FLEXATTN_DUMP asks for anything."""
+    return bool(os.environ.get("FLEXATTN_LOG") or os.environ.get("FLEXATTN_DUMP"))
 
 
 def plan_directory() -> str | None:

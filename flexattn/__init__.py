@@ -121,3 +121,6 @@ if not TYPE_CHECKING:  # else mypy would accept any name of the package
         if name != module:
             value = globals()[name] = getattr(value, name)
         return value
+
+    if "attention" in globals() and sys.modules[f"{__name__}.dispatch.options"].is_watched():  # no command
+        importlib.import_module("flexattn.watch").start()

@@ -27,6 +27,7 @@ USERS = {
     "bench": Command("flexattn.bench.command", "compare attention with other libraries, on your shapes"),
     "fp8": Command("flexattn.bench.fp8", "measure the errors of FP8 attention, by recipe"),
     "build": Command("flexattn.cli.build", "compile the Triton kernels of a call ahead, also for a GPU that is not here"),
+    "replay": Command("flexattn.cli.replay", "run a call again whose inputs FLEXATTN_DUMP has kept"),
 }
 DEVELOPERS = {
     "play": Command("flexattn.bench.play", "check, compile and time a kernel, with other tiles or from your own file"),

@@ -62,7 +62,7 @@ def explaining(*, file: TextIO | None = None) -> Iterator[list[LoggedCall]]:
         ...         _ = flexattn.attention(q, q, q, attn_mask_type="causal")
         bshd, float32, q [2, 128, 8, 64], k and v [2, 128, 8, 64], causal, cpu: eager (forward); 3 forward
     """
-    log = _Log()
+    log = CallLog()
     with _lock:
         ops.observers = (*ops.observers, log.observe)
         options.keep_calls(False)
@@ -76,7 +76,7 @@ def explaining(*, file: TextIO | None = None) -> Iterator[list[LoggedCall]]:
             print(call, file=file)
 
 
-class _Log:
+class CallLog:
     def __init__(self) -> None:
         self.calls: list[LoggedCall] = []
         self._by_line: dict[tuple[str, str], LoggedCall] = {}

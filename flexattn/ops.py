@@ -210,7 +210,8 @@ def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
     return with_classes(make_spec(x, settings, capability_of(x.q.device)), x)
 
 
-def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
+def call_of(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
+    """Returns the operands and settings in an operator's arguments."""
     fields = len(Operands._fields)
     if None in call[_LISTS]:  # AOTInductor turns an empty list into None
         call = (*call[: _LISTS.start], *(part or () for part in call[_LISTS]), *call[_LISTS.stop :])
@@ -321,7 +322,7 @@ def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incom
 
 
 def attention_forward_implementation(*call: object) -> tuple[Tensor, Tensor, Tensor]:
-    x, settings = _split(call)
+    x, settings = call_of(call)
     results = run_forward(spec_to_run(x, settings), settings.backend, x)
     if settings.has_floor:
         check_floor(results[1])
@@ -329,7 +330,7 @@ def attention_forward_implementation(*call: object) -> tuple[Tensor, Tensor, Ten
 
 
 def attention_forward_out_implementation(*call: object) -> tuple[Tensor, Tensor]:
-    x, _ = _split(call)
+    x, _ = call_of(call)
     check_apart(x)  # a compiled call's memory is known only now
     _, lse, max_logit = attention_forward_implementation(*call)
     assert x.out is not None  # this operator is called only if there is an out
@@ -340,7 +341,7 @@ def attention_forward_out_implementation(*call: object) -> tuple[Tensor, Tensor]
 def attention_backward_implementation(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: object
 ) -> tuple[object, ...]:
-    x, settings = _split(call)
+    x, settings = call_of(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
     gradients = run_backward(spec, settings.backend, x, Incoming(out, lse, dout, dlse))
     dense = (x.q.new_empty(0, dtype=spec.out_dtype) if gradient is None else gradient for gradient in gradients[:-1])
@@ -348,7 +349,7 @@ def attention_backward_implementation(
 
 
 def attention_forward_fake(*call: object) -> tuple[Tensor, Tensor, Tensor]:
-    x, settings = _split(call)
+    x, settings = call_of(call)
     # Without descales: torch.compile would guard their number of blocks.
     return empty_outputs(make_spec(x._replace(descales=()), settings, None), x)
 
@@ -359,7 +360,7 @@ def attention_forward_out_fake(*call: object) -> tuple[Tensor, Tensor]:
 
 
 def attention_backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: object) -> tuple[object, ...]:
-    x, settings = _split(call)
+    x, settings = call_of(call)
     bias = x.bias if settings.needs_bias_grad else None
     dtype = dtype_of(settings.fp8_out) if settings.fp8_out else x.q.dtype
     dqkv = results_of(settings).empty_dqkv((x.q, x.k, x.v), parse_format(settings.qkv_format), dtype)

@@ -29,7 +29,7 @@ from flexattn.dispatch.options import requested_backend
 from flexattn.functional import bind_call
 
 OK, NOTE, MISSING = "ok", "note", "missing"
-_WORDS = set(options.VARIABLES) - {"FLEXATTN_PLANS", "FLEXATTN_KERNELS"}  # variables whose value names no folder
+_WORDS = set(options.VARIABLES) - {"FLEXATTN_PLANS", "FLEXATTN_KERNELS", "FLEXATTN_DUMP"}  # variables whose value names no folder
 
 
 class Finding(NamedTuple):

@@ -263,7 +263,7 @@ def test_the_list_of_commands(capsys):
         assert command_line.main(arguments) == 0
         users, developers = capsys.readouterr().out.split("\ncommands for developers")
         for name, command in command_line.COMMANDS.items():
-            group = users if name in ("demo", "explain", "doctor", "verify", "bench", "fp8", "build") else developers
+            group = users if name in ("demo", "explain", "doctor", "verify", "bench", "fp8", "build", "replay") else developers
             assert f"\n  {name} " in group
             assert command.summary in group
     assert command_line.main(["--version"]) == 0

@@ -50,7 +50,7 @@ def _inputs(d_v: int = D) -> list[Tensor]:
 
 def _module(kind: Any, mask_type: str = "causal", **options: Any) -> torch.nn.Module:
     layer = {name: options.pop(name) for name in ("k_channels", "v_channels", "softmax_scale") if name in options}
-    module: torch.nn.Module = kind(config_of(**options), 1, AttnMaskType[mask_type], "self", **layer)
+    module: torch.nn.Module = kind(config_of(**options), 1, AttnMaskType[mask_type], "self", **layer).cpu()
     if getattr(module, "softmax_offset", None) is not None and options["softmax_type"] == "learnable":
         torch.nn.init.normal_(module.softmax_offset, generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
     return module
