@@ -75,7 +75,7 @@ def draw(seed: int, where: Where) -> Plan:
         extreme=None,
         page_size=0,
         lengths_in="cu_seqlens",
-        is_second_order=rng.random() < 0.2,
+        is_second_order=Random(f"{seed} of second order").random() < 0.2,
         mod_tensors="closure",
         results=Results(),
         layouts=collections.defaultdict(lambda: "plain"),

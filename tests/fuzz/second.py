@@ -80,7 +80,7 @@ def _tangents(call: Call, along: dict[str, Tensor]) -> dict[str, Tensor]:
     kept = call.tensors
     try:
         with forward_ad.dual_level():
-            duals = {name: forward_ad.make_dual(_of_own_memory(kept[name].detach()), t) for name, t in along.items()}
+            duals = {name: forward_ad.make_dual(_of_own_memory(kept[name].detach()), t) for name, t in along.items()}  # type: ignore[no-untyped-call]
             call.tensors = {name: duals.get(name, t.detach()) for name, t in kept.items()}
             unpacked: dict[str, Any] = {name: forward_ad.unpack_dual(t) for name, t in _results(call).items()}  # type: ignore[no-untyped-call]
             return {name: x.tangent for name, x in unpacked.items() if x.tangent is not None}
