@@ -35,7 +35,8 @@ from flexattn.jax import attention
 from tests.fuzz.calls import Call
 from tests.fuzz.check import EAGER, ON_GPU, Verdicts, compare
 from tests.fuzz.config import DIFFERENTIABLE, HALF, Config, Where, draw_config
-from tests.fuzz.oracle import Problem
+from tests.fuzz.oracle import Problem, twice
+from tests.fuzz.second import compare_one
 
 TRANSFORMS = ("jit", "eager", "vmap", "vmap", "vmap", "vmap of jit", "scan", "map", "checkpoint", "shard_map")
 OVER_INSTANCES = ("vmap", "vmap of jit", "scan", "map", "shard_map")
@@ -74,6 +75,7 @@ def draw(seed: int, where: Where) -> Plan:
         extreme=None,
         page_size=0,
         lengths_in="cu_seqlens",
+        is_second_order=Random(f"{seed} of second order").random() < 0.2,
         mod_tensors="closure",
         results=Results(),
         layouts=collections.defaultdict(lambda: "plain"),
@@ -165,7 +167,13 @@ def function_of(call: _Drawn, remat: bool) -> Callable[[dict[str, Any]], dict[st
         if not wanted:
             return results  # type: ignore[no-any-return]
         cotangents = {name: jnp.zeros_like(x) if seeds.get(name) is None else seeds[name] for name, x in results.items()}
-        return results | {f"d{name}": x for name, x in pull(cotangents)[0].items()}
+        found = results | {f"d{name}": x for name, x in pull(cotangents)[0].items()}
+        if not config.is_second_order:
+            return found
+        tangents = jax.jvp(attend_leaves, (leaves,), (leaves,))[1]
+        second = jax.jvp(lambda x: jax.vjp(attend_leaves, x)[1](cotangents)[0], (leaves,), (leaves,))[1]
+        found |= {f"tangent of {name}": t for name, t in tangents.items() if name != "max_logit"}
+        return found | {f"second derivative for {name}": t for name, t in second.items()}
 
     return both
 
@@ -231,8 +239,20 @@ def check(name: str, where: Where) -> tuple[list[str], list[str]]:
     verdicts = Verdicts()
     for i, instance in enumerate(instances):
         got = {key: to_torch(x[i] if many else x, where.device) for key, x in found.items()}
+        derivatives = {key: got.pop(key) for key in tuple(got) if " " in key}
         compare(verdicts, f"{plan.transform}, call {i}", instance, got)  # type: ignore[arg-type]
+        if derivatives:
+            compare_along(verdicts, instance, derivatives)
     return features(plan), verdicts.failures()
+
+
+def compare_along(verdicts: Verdicts, instance: Instance, got: dict[str, Tensor]) -> None:
+    """Compares derivatives along the tensors themselves; got: by what they are and the name of a tensor."""
+    along = {name: instance.tensors[name] for name in instance.wanted}
+    seeds = instance.dout, instance.dlse
+    ref, same = (twice(instance.problem(), instance.tensors, *seeds, along, is_exact=is_exact) for is_exact in (True, False))
+    for what, t in got.items():
+        compare_one(verdicts, instance, what, t, what.rpartition(" ")[2], ref, same)
 
 
 def features(plan: Plan) -> list[str]:
@@ -240,7 +260,12 @@ def features(plan: Plan) -> list[str]:
     c = plan.config
     found = [plan.transform, c.q_format if c.q_format == c.kv_format else "mixed formats", str(c.dtype)[6:], f"d {c.head_dim_qk}"]
     found += [c.bias_type, c.softmax_type] + ["lengths"] * c.has_lengths + ["score_mod"] * (c.score_mod is not None)
-    found += ["dropout"] * (c.dropout_p > 0) + ["grouped heads"] * (c.group > 1) + ["no gradient"] * (not c.wants)
+    found += (
+        ["second order"] * c.is_second_order
+        + ["dropout"] * (c.dropout_p > 0)
+        + ["grouped heads"] * (c.group > 1)
+        + ["no gradient"] * (not c.wants)
+    )
     if plan.transform in OVER_INSTANCES:
         found.append("over " + ", ".join(sorted(plan.mapped)))
     return found

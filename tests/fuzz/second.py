@@ -27,9 +27,9 @@ def compare_second(verdicts: Verdicts, call: Call) -> None:
     along = _draw(call)
     ref, same = (twice(call.problem(), call.tensors, call.dout, call.dlse, along, is_exact=exact) for exact in (True, False))
     for name, t in _tangents(call, along).items():
-        _compare(verdicts, call, f"tangent of {name}", t, name, ref, same)
+        compare_one(verdicts, call, f"tangent of {name}", t, name, ref, same)
     for name, t in _double(call, along).items():
-        _compare(verdicts, call, f"second derivative for {name}", t, name, ref, same)
+        compare_one(verdicts, call, f"second derivative for {name}", t, name, ref, same)
 
 
 def _draw(call: Call) -> dict[str, Tensor]:
@@ -42,7 +42,8 @@ def _draw(call: Call) -> dict[str, Tensor]:
     return found
 
 
-def _compare(verdicts: Verdicts, call: Call, what: str, got: Tensor, name: str, ref: Twice, same: Twice) -> None:
+def compare_one(verdicts: Verdicts, call: Any, what: str, got: Tensor, name: str, ref: Twice, same: Twice) -> None:
+    """Judges one derivative. call: has the config. name: the derivative's in `Twice.found`."""
     dtype, is_double = call.config.dtype, call.config.dtype is torch.float64
     wanted, budget = ref.found[name], same.found[name]
     verdicts.never(f"{what} is not finite", ~got.isfinite().all())
@@ -79,7 +80,7 @@ def _tangents(call: Call, along: dict[str, Tensor]) -> dict[str, Tensor]:
     kept = call.tensors
     try:
         with forward_ad.dual_level():
-            duals = {name: forward_ad.make_dual(_of_own_memory(kept[name].detach()), t) for name, t in along.items()}
+            duals = {name: forward_ad.make_dual(_of_own_memory(kept[name].detach()), t) for name, t in along.items()}  # type: ignore[no-untyped-call]
             call.tensors = {name: duals.get(name, t.detach()) for name, t in kept.items()}
             unpacked: dict[str, Any] = {name: forward_ad.unpack_dual(t) for name, t in _results(call).items()}  # type: ignore[no-untyped-call]
             return {name: x.tangent for name, x in unpacked.items() if x.tangent is not None}
