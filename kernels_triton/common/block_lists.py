@@ -112,7 +112,10 @@ def all_tiles(blocks):
 
 
 class TileRange(NamedTuple):
-    """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`."""
+    """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`.
+
+    Without a block mask `listed` is any number, because a function returns no None in a tuple with Triton 3.6.
+    """
 
     begin: tl.tensor
     end: tl.tensor
@@ -140,7 +143,7 @@ def every_tile(visible, lists, b, h, first_row, META: tl.constexpr):
         blocks = key_lists(lists, b, h, first_row, visible, META)
         return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
     else:
-        return TileRange(begin=visible.begin, end=visible.end, listed=None)
+        return TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)
 
 
 @triton.jit
@@ -150,13 +153,13 @@ def every_tile_of_queries(visible, lists, b, h, first_column, META: tl.constexpr
         blocks = query_lists(lists, b, h, first_column, visible, META)
         return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
     else:
-        return TileRange(begin=visible.begin, end=visible.end, listed=None)
+        return TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)
 
 
 class Loops(NamedTuple):
     """The tiles of the other side that a block of rows sees, for three loops over a `TileRange`, inside a kernel."""
 
-    first: Any  # the tiles that the band's first side cuts; none with a block mask
+    first: Any  # the tiles that the band's first side cuts; with a block mask it is not used
     full: TileRange  # the tiles that every row sees, which need no mask
     rest: TileRange  # the tiles that the band's other side or the end cuts; with a block mask, all that are not full
 
@@ -164,12 +167,13 @@ class Loops(NamedTuple):
 @triton.jit
 def _loops(visible, blocks):
     if blocks is None:
-        first = TileRange(begin=visible.begin, end=visible.full_begin, listed=None)
-        full = TileRange(begin=visible.full_begin, end=visible.full_end, listed=None)
-        return Loops(first=first, full=full, rest=TileRange(begin=visible.full_end, end=visible.end, listed=None))
+        unused = visible.begin
+        first = TileRange(begin=visible.begin, end=visible.full_begin, listed=unused)
+        full = TileRange(begin=visible.full_begin, end=visible.full_end, listed=unused)
+        return Loops(first=first, full=full, rest=TileRange(begin=visible.full_end, end=visible.end, listed=unused))
     else:
         full = TileRange(begin=0, end=blocks.num_full_tiles, listed=full_tiles(blocks))
-        return Loops(first=None, full=full, rest=TileRange(begin=0, end=blocks.num_tiles, listed=other_tiles(blocks)))
+        return Loops(first=full, full=full, rest=TileRange(begin=0, end=blocks.num_tiles, listed=other_tiles(blocks)))
 
 
 @triton.jit
@@ -192,9 +196,9 @@ def first_loop(META):
 
 @triton.jit
 def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    # Returns (first row of tile t of a `TileList`, whether its block is full). listed is None if there is no block mask: tile t
-    # then begins at row t.
-    if listed is None:
+    # Returns (first row of tile t of a `TileList`, whether its block is full). If SIZE is 0 there is no block mask: tile t then
+    # begins at row t.
+    if SIZE == 0:
         return t, False
     else:
         tiles: tl.constexpr = SIZE // BLOCK

@@ -409,7 +409,7 @@ def _cut_tiles(loops, part, META: tl.constexpr):
         return loops.rest
     else:
         begin = loops.first.begin if part == 0 else loops.rest.begin
-        return TileRange(begin=begin, end=loops.first.end if part == 0 else loops.rest.end, listed=None)
+        return TileRange(begin=begin, end=loops.first.end if part == 0 else loops.rest.end, listed=begin)
 
 
 @triton.jit
