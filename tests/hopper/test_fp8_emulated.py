@@ -464,7 +464,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "the factors are written before the last ones have been read": (hopper_fp8_fused, drop("wait(q_empty)", nth=0)),
     "q is released before dk has read it": (
         fused_consumer,
-        move("release(q_empty)", before="warpgroup_mma_wait([dk, ds16])", nth=0),
+        move("release(q_empty)", before="_wait_for_sums(dk)", within="_consume_block"),
     ),
     "ds is read without a fence": (fused_consumer, drop("fence_async_shared()", nth=1)),
     "dq is summed before the other half of ds is there": (
@@ -474,7 +474,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "ds is overwritten while the other warpgroup reads it": (fused_consumer, drop("wait_read(current)")),
     "ds is released before dq has read it": (
         fused_consumer,
-        move("announce_read(last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, dq)"),
+        move("announce_read(last)", before="_wait_for_dq(SCORES_IN_FLIGHT)"),
     ),
     "dv takes the place of dout while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "persistent: a block is drawn twice": (hopper_fp8_fused, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),
