@@ -36,6 +36,8 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     descriptors, steps = args.descriptors, args.steps
     tiles, barriers = buffers.tiles, buffers.barriers
     STAGES: gl.constexpr = META.STAGES
+    V1_BYTES: gl.constexpr = descriptors.v1.block_type.nbytes if META.VALUES1 > 0 else 0
+    V_BYTES: gl.constexpr = descriptors.v.block_type.nbytes + V1_BYTES
     IS_ALONE: gl.constexpr = not META.IS_PLANNED and args.work.table_ptr is None  # a program has one tile
     # A late draw keeps the counter's address in registers that the ids of pages need; its gain was measured without pages.
     DRAWS_EARLY: gl.constexpr = META.PAGE_ROWS > 0 and not IS_ALONE
@@ -116,10 +118,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
                 load_keys(descriptors.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
                 if not META.IS_LATENT:
                     pipeline.wait_empty(barriers.v_empty, stage)
-                    if META.VALUES1 > 0:
-                        mbarrier.expect(full, descriptors.v.block_type.nbytes + descriptors.v1.block_type.nbytes)
-                    else:
-                        mbarrier.expect(full, descriptors.v.block_type.nbytes)
+                    mbarrier.expect(full, V_BYTES)
                     if META.IS_FP8:
                         load_tile(descriptors.v, [v_block + row // BLOCK, 0, row % BLOCK], full, tiles.v.index(index))
                     else:

@@ -20,7 +20,7 @@ from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.descriptors import load_rows
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
-from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.gluon.forward_rows import (
@@ -56,6 +56,11 @@ class Barriers(NamedTuple):
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+
+
+class FewKeysBuffers(NamedTuple):
+    tiles: Tiles
+    barriers: Barriers
 
 
 @gluon.jit
@@ -98,7 +103,7 @@ def _load_values(args: Arguments, tiles: Tiles, rows: LoadedRows, n_keys, barrie
 
 
 @gluon.jit
-def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
+def _load_partition(args: Arguments, buffers: FewKeysBuffers, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
     steps = args.steps
     n_tile = 0
@@ -135,7 +140,7 @@ class Counts(NamedTuple):
 @gluon.jit
 def _compute_tile(
     args: Arguments,
-    buffers: Buffers,
+    buffers: FewKeysBuffers,
     received: ReceivedTile,
     counts: Counts,
     CONSUMER: gl.constexpr,
@@ -213,7 +218,7 @@ def _compute_tile(
 
 
 @gluon.jit
-def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+def _compute_partition(args: Arguments, buffers: FewKeysBuffers, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
     barriers = buffers.barriers
     n_tile = 0
     n_keys = -1  # number of the key head whose k and v are in use
@@ -273,7 +278,7 @@ def _attn_fwd_few_keys_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: 
         v_full=allocate_barriers(STAGES, 1),
         v_empty=allocate_barriers(STAGES, CONSUMERS),
     )
-    buffers = Buffers(tiles=tiles, barriers=barriers)
+    buffers = FewKeysBuffers(tiles=tiles, barriers=barriers)
     gl.warp_specialize(
         [
             (_load_partition, (args, buffers, META)),

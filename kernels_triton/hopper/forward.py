@@ -45,8 +45,8 @@ from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.softmax import softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
+from flexattn.kernels_triton.hopper import few_keys
 from flexattn.kernels_triton.hopper.conditions import forward_tile
-from flexattn.kernels_triton.hopper.few_keys import few_keys_forward
 from flexattn.kernels_triton.hopper.forward_parts import (
     begin_values,
     rescaled_parts,
@@ -363,6 +363,6 @@ def hopper_forward(
     """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `launch_forward`."""
     outputs, tile = Outputs(out, lse, max_logit), tile or forward_tile(problem)
     if tile.holds_keys:
-        few_keys_forward(problem, outputs, tile)
+        few_keys.few_keys_forward(problem, outputs, tile)
     else:
         launch_forward(_attn_fwd_hopper_kernel, problem, outputs, tile, ROWS.value, group, splits)

@@ -33,7 +33,7 @@ from flexattn.kernels_triton.gluon import (
 )
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import conditions, dkdv_consumer, dq_consumer, fused_consumer
+from flexattn.kernels_triton.hopper import conditions, dkdv_consumer, dq_consumer, forward_parts, fused_consumer
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     make_call,
@@ -359,7 +359,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         hopper_forward,
         move("arrive(v_empty)", before="softmax()", within="_iterate"),
     ),
-    "forward: out is stored without a fence": (hopper_forward, drop("fence_async_shared()", within="_store_out")),
+    "forward: out is stored without a fence": (forward_parts, drop("fence_async_shared()", within="store_out")),
     "forward: q is released before its last scores": (
         hopper_forward,
         move("arrive(q_empty)", before="score_product()", within="_run"),

@@ -30,6 +30,7 @@ HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) =
 on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the emulator runs this kernel above")
 KERNEL = "_attn_fwd_few_keys_hopper_kernel"
 DENSE = {"lengths_q": [500] * 2, "lengths_kv": [77] * 2, "num_heads": 4, "num_heads_kv": 2}
+MANY_HEADS = {"lengths_q": [150] * 4, "lengths_kv": [77] * 4, "num_heads": 4, "num_heads_kv": 4}  # several in a program
 PACKED = {"lengths_q": [100, 0, 340, 1], "lengths_kv": [110, 40, 70, 0], "num_heads": 4, "num_heads_kv": 2}
 
 
@@ -148,7 +149,7 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
     (kernels,) = kernels_with((forward,), *FAULTS[name], tmp_path)
     for seed in (1, 2, 5):  # lazy, round robin and random
         try:
-            report = run(seed, {}, (80, 80), kernels, **DENSE)
+            report = run(seed, {}, (80, 80), kernels, **MANY_HEADS)
         except AssertionError:  # a wrong result
             return
         if report.bugs:

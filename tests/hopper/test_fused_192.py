@@ -216,7 +216,7 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
         fused_192_consumer,
         move(
             "announce_read(last)",
-            before="warpgroup_mma_wait(1, dq)",
+            before="warpgroup_mma_wait(PARTS, dq)",
             within="consume_fused_192",
         ),
     ),
@@ -231,7 +231,7 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
     "k is overwritten while the other warpgroup multiplies by it": (fused_192_consumer, drop("named_barrier_sync(LAST)")),
     "q is released before dk has read it": (
         fused_192_consumer,
-        move("release(q_empty)", before="warpgroup_mma_wait(2, dk)", within="consume_fused_192", nth_there=1),
+        move("release(q_empty)", before="_wait_for_sums(dk)", within="consume_fused_192", nth_there=1),
     ),
     "the loader waits for the wrong phase of q": (dkdv_loader, wrong_phase("wait(q_empty)")),
 }
