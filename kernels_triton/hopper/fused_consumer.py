@@ -70,7 +70,7 @@ class _Consumer(NamedTuple):
     block_columns: gl.tensor  # queries of a block
     uncut_from: gl.tensor  # from `first_uncut_query`
     draws: Any  # from `dropout_state`
-    scale: gl.tensor  # of the scores
+    scale: gl.tensor  # factor of the scores
     iterations: gl.tensor
     before: int | gl.tensor  # iterations of the program's earlier blocks of keys
     k_tile: int | gl.tensor  # the block's first tile of k
@@ -111,7 +111,7 @@ class _Iteration(NamedTuple):
     is_full: Any  # whether the block mask calls the block full
     zero: gl.tensor  # from `opaque_zero`
     n: gl.tensor  # the iteration's number in the program
-    stage: Stage  # of q and dout
+    stage: Stage  # the stage of q and dout
     index: gl.tensor
     phase: gl.tensor
     current: gl.tensor  # slot of the iteration's ds
