@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -49,3 +51,16 @@ def row_steps(stride_s, ROWS: tl.constexpr, META: tl.constexpr):
     if META.WIDE_STRIDES:
         rows = rows.to(tl.int64)
     return step, rows * stride_s * META.ALIGN
+
+
+class HeadRows(NamedTuple):
+    """The rows of one head of a tensor, inside a kernel."""
+
+    base: tl.tensor  # pointer to the first row of the sequence
+    step: tl.tensor  # elements from one row to the next
+    offsets: tl.tensor  # from a tile's first row to each of its rows
+
+
+@triton.jit
+def row_at(rows, row):
+    return rows.base + tl.cast(row, tl.int64) * rows.step

@@ -120,12 +120,74 @@ class TileRange(NamedTuple):
 
 
 @triton.jit
+def key_lists(lists, b, h, first_row, visible, META: tl.constexpr):
+    # Returns the blocks of keys that BLOCK_M queries see.
+    row = b * lists.stride_b + h * lists.stride_h + first_row // META.BLOCK_SIZE_Q
+    return load_block_lists(lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
+
+
+@triton.jit
+def every_tile(visible, lists, b, h, first_row, META: tl.constexpr):
+    # Returns all tiles of keys that BLOCK_M queries see, for one loop.
+    if META.BLOCK_SIZE_Q > 0:
+        blocks = key_lists(lists, b, h, first_row, visible, META)
+        return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
+    else:
+        return TileRange(begin=visible.begin, end=visible.end, listed=None)
+
+
+class Loops(NamedTuple):
+    """The tiles of the other side that a block of rows sees, for three loops over a `TileRange`, inside a kernel."""
+
+    first: Any  # the tiles that the band's first side cuts; none with a block mask
+    full: TileRange  # the tiles that every row sees, which need no mask
+    rest: TileRange  # the tiles that the band's other side or the end cuts; with a block mask, all that are not full
+
+
+@triton.jit
+def _loops(visible, blocks):
+    if blocks is None:
+        first = TileRange(begin=visible.begin, end=visible.full_begin, listed=None)
+        full = TileRange(begin=visible.full_begin, end=visible.full_end, listed=None)
+        return Loops(first=first, full=full, rest=TileRange(begin=visible.full_end, end=visible.end, listed=None))
+    else:
+        full = TileRange(begin=0, end=blocks.num_full_tiles, listed=full_tiles(blocks))
+        return Loops(first=None, full=full, rest=TileRange(begin=0, end=blocks.num_tiles, listed=other_tiles(blocks)))
+
+
+@triton.jit
+def key_loops(visible, lists, b, h, first_row, META: tl.constexpr):
+    # For the queries from first_row on.
+    return _loops(visible, key_lists(lists, b, h, first_row, visible, META) if META.BLOCK_SIZE_Q > 0 else None)
+
+
+@triton.jit
+def query_loops(visible, lists, b, h, first_column, META: tl.constexpr):
+    # For the keys from first_column on.
+    blocks = None
+    if META.BLOCK_SIZE_Q > 0:
+        row = b * lists.stride_b + h * lists.stride_h + first_column // META.BLOCK_SIZE_KV
+        blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
+    return _loops(visible, blocks)
+
+
+@triton.constexpr_function
+def first_loop(META):
+    """Returns the place in `Loops` of the first loop over keys that may have tiles."""
+    return 0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1
+
+
+@triton.jit
 def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    # Returns (first row of tile t, whether its block is full)
-    tiles: tl.constexpr = SIZE // BLOCK
-    block = t // tiles
-    is_full = block >= listed.num_masked
-    place = block - listed.num_masked
-    place += tl.where(place >= listed.skip_from, listed.skipped, 0)
-    pointer = tl.where(is_full, listed.full_ptr + place, listed.masked_ptr + block)
-    return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full
+    # Returns (first row of tile t of a `TileList`, whether its block is full). listed is None if there is no block mask: tile t
+    # then begins at row t.
+    if listed is None:
+        return t, False
+    else:
+        tiles: tl.constexpr = SIZE // BLOCK
+        block = t // tiles
+        is_full = block >= listed.num_masked
+        place = block - listed.num_masked
+        place += tl.where(place >= listed.skip_from, listed.skipped, 0)
+        pointer = tl.where(is_full, listed.full_ptr + place, listed.masked_ptr + block)
+        return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Pointer
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
-from flexattn.kernels_triton.common.block_lists import all_tiles, listed_tile, load_block_lists
+from flexattn.kernels_triton.common.block_lists import every_tile, listed_tile
 from flexattn.kernels_triton.common.exponents import LN2, LOG2E
 from flexattn.kernels_triton.common.fp8_tiles import descaled, load_descale
 from flexattn.kernels_triton.common.heads import head_of
@@ -26,7 +26,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
-from flexattn.kernels_triton.common.tile_memory import load_tile
+from flexattn.kernels_triton.common.tile_memory import load_parts, load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT, cdiv
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
@@ -82,32 +82,19 @@ def _attn_bwd_large_rows_kernel(args: Arguments, IS_PART: tl.constexpr, MODS: tl
         k_step, k_offsets = row_steps(inputs.k.stride_s, BLOCK_N, META)
         shift_of_band = (len_kv - len_q) * inputs.band.bottom_right
         head = head_of(inputs.scores, b, h, len_q, len_kv, shift_of_band, MODS, META)
-        q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
-        q1 = q0
-        if META.QK1 > 0:
-            q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+        q = load_parts(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK)
         visible = visible_range_of_keys(first_row, len_kv, shift_of_band, inputs.band, META)
-        begin, end = visible.begin, visible.end
-        listed = None
-        if META.BLOCK_SIZE_Q > 0:
-            list_row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
-            row_lists = load_block_lists(args.lists, list_row, visible, META.BLOCK_SIZE_KV, BLOCK_N, META.HAS_LEFT, META)
-            listed = all_tiles(row_lists)
-            begin = 0
-            end = row_lists.num_tiles + row_lists.num_full_tiles
-        for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-            n = t
-            is_full = False
-            if META.BLOCK_SIZE_Q > 0:
-                n, is_full = listed_tile(t, listed, META.BLOCK_SIZE_KV, BLOCK_N)
+        tiles = every_tile(visible, args.lists, b, h, first_row, META)
+        for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+            n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
             i = rows[:, None]
             j = (n + tl.arange(0, BLOCK_N))[None, :]
             k_pointer = k_base + tl.cast(n, tl.int64) * k_step
             k0 = load_tile(k_pointer, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
-            qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
+            qk = tl.dot(q.first, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T
             if META.QK1 > 0:
                 k1 = load_tile(k_pointer, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
-                qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+                qk = tl.dot(q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
             score_scale = inputs.scores.scale
             if META.IS_FP8:
                 scales = inputs.scales

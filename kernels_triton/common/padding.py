@@ -52,6 +52,16 @@ def store_zeros(base, step, offsets, begin, end, HEAD_DIM: tl.constexpr, WIDTH0:
             store_tile(pointer, tl.zeros([ROWS, WIDTH1], tl.float32), offsets, row, end, WIDTH0, WIDTH1, HEAD_DIM)
 
 
+@triton.jit
+def clear_padding(
+    base, step, offsets, padding, HEAD_DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, IS_RAGGED: tl.constexpr
+):
+    # Writes zeros into the rows of a `Padding`.
+    store_zeros(base, step, offsets, padding.begin, padding.end, HEAD_DIM, WIDTH0, WIDTH1)
+    if IS_RAGGED:
+        store_zeros(base, step, offsets, padding.front_begin, padding.front, HEAD_DIM, WIDTH0, WIDTH1)
+
+
 class Padding(NamedTuple):
     """The rows that a block fills with zeros, inside a kernel."""
 

@@ -25,19 +25,10 @@ from flexattn.kernels_triton.common.row_statistics import Queries, make_row_stat
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.statistics_tiles import place_of_program, statistics_tile
-from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
+from flexattn.kernels_triton.common.tile_memory import load_parts, store_tile
 from flexattn.kernels_triton.common.tiles import PREPROCESS, PREPROCESS_OF_FP8, PREPROCESS_OF_WIDE_FP8, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
-
-
-@triton.jit
-def _load_dout(pointer, offsets, first, len_q, META: tl.constexpr):
-    dout0 = load_tile(pointer, offsets, first, len_q, 0, META.V0, META.HEAD_DIM_V, True)
-    dout1 = dout0
-    if META.V1 > 0:
-        dout1 = load_tile(pointer, offsets, first, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
-    return dout0, dout1
 
 
 class TiledStatistics(NamedTuple):
@@ -134,7 +125,9 @@ def _attn_bwd_preprocess_kernel(
     if quantized.rows.ptr is not None:
         largest = tl.zeros([BLOCK_M], tl.float32)
         for row in range(0, ROWS, BLOCK_M):
-            dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first_row + row, len_q, META)
+            dout0, dout1 = load_parts(
+                dout_base + row * dout_step, dout_offsets, first_row + row, len_q, META.V0, META.V1, META.HEAD_DIM_V
+            )
             largest = tl.maximum(largest, largest_of_rows(dout0.to(tl.float32)))
             if META.V1 > 0:
                 largest = tl.maximum(largest, largest_of_rows(dout1.to(tl.float32)))
@@ -146,7 +139,7 @@ def _attn_bwd_preprocess_kernel(
     for row in range(0, ROWS, BLOCK_M):
         first = first_row + row
         rows = first + tl.arange(0, BLOCK_M)
-        dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first, len_q, META)
+        dout0, dout1 = load_parts(dout_base + row * dout_step, dout_offsets, first, len_q, META.V0, META.V1, META.HEAD_DIM_V)
         if quantized.rows.ptr is not None:  # delta must match the dout that the products read
             DTYPE: tl.constexpr = quantized.rows.ptr.dtype.element_ty
             pointer = row_pointer(quantized.rows, b, h, start_q + first, META)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,3 +28,41 @@ def load_sequence(lengths, b, IS_RAGGED: tl.constexpr):
     if lengths.seqused_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths.seqused_ptr + b), 0), tl.minimum(length, lengths.max_seqlen))
     return start, length
+
+
+class Sequence(NamedTuple):
+    """Locations of the queries and the keys of one sequence, inside a kernel."""
+
+    start_q: int | tl.tensor
+    len_q: tl.tensor
+    start_kv: int | tl.tensor
+    len_kv: tl.tensor
+
+
+@triton.jit
+def sequence_of(lengths_q, lengths_kv, b, META: tl.constexpr):
+    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
+    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
+    return Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
+
+
+class Program(NamedTuple):
+    """A program's block of queries or of keys of one head, inside a kernel."""
+
+    b: tl.tensor
+    h: tl.tensor
+    block: tl.tensor  # the block's number, of `blocks` of the longest sequence
+    blocks: tl.tensor
+    sequence: Sequence
+    split: int | tl.tensor = 0  # number of a split of the query heads that share the keys
+
+
+@triton.jit
+def program_of_queries(pid, inputs, META: tl.constexpr):
+    # Under a causal band the last block has the most work, so it is first.
+    blocks = tl.cdiv(inputs.lengths_q.max_seqlen, META.BLOCK_M)
+    block = blocks - 1 - pid % blocks
+    h = pid // blocks % inputs.num_heads
+    b = pid // blocks // inputs.num_heads
+    sequence = sequence_of(inputs.lengths_q, inputs.lengths_kv, b, META)
+    return Program(b=b, h=h, block=block, blocks=blocks, sequence=sequence)

@@ -11,6 +11,7 @@ from flexattn.kernels_triton.common.arguments import Head, Pointer, Scores
 from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.heads import head_values, load_head, with_head_values
 from flexattn.kernels_triton.common.lse_rows import is_any_large, load_large, relative_to_lse
+from flexattn.kernels_triton.common.sequences import Sequence, sequence_of
 from flexattn.kernels_triton.common.statistics_tiles import statistics_tile
 from flexattn.kernels_triton.gluon.block_ranges import ListCut, blocks_of_keys, blocks_of_queries, cut_query_lists
 from flexattn.kernels_triton.gluon.masking import (
@@ -22,7 +23,7 @@ from flexattn.kernels_triton.gluon.masking import (
 )
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.query_walk import QueryPlace, first_queries, next_queries, turn_of_program
-from flexattn.kernels_triton.gluon.tile_scheduler import Sequence, Work, backward_tile, sequence_of, take
+from flexattn.kernels_triton.gluon.tile_scheduler import Work, backward_tile, take
 
 
 class LargeLse(NamedTuple):

@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.plan_pieces import entry_at, share_of_program
+from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import cut_key_lists, key_block
 from flexattn.kernels_triton.gluon.descriptors import load_rows
@@ -27,7 +28,7 @@ from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.pages import KeyBlock, load_key_pages, load_value_pages, page_ids
 from flexattn.kernels_triton.gluon.pairs import origin_of
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, sequence_of
+from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile
 from flexattn.kernels_triton.runtime.gluon_names import load_tile
 
 

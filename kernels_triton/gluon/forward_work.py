@@ -8,10 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.plan_pieces import part_of_piece, piece_at
+from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.gluon.block_ranges import ListCut, blocks_by_lists, blocks_of_keys, blocks_of_split, key_block
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.masking import SequenceBand, band_of_sequence
-from flexattn.kernels_triton.gluon.tile_scheduler import num_work_tiles, sequence_of, take, work_tile
+from flexattn.kernels_triton.gluon.tile_scheduler import num_work_tiles, take, work_tile
 
 _FEWEST = gl.constexpr(4)  # minimum key blocks for a separate loop: no other product overlaps its first and last product
 

@@ -8,8 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flexattn.kernels_triton.common.arguments import Lengths, Pointer
-from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.arguments import Pointer
 from flexattn.kernels_triton.gluon.query_walk import Walk
 
 
@@ -24,22 +23,6 @@ class Work(NamedTuple):
     blocks: int  # blocks of the longest sequence
     heads_per_l2_section: int  # see `swizzle_heads_for_l2`
     walk: Walk | None = None  # for a backward's key blocks
-
-
-class Sequence(NamedTuple):
-    """Locations of the queries and the keys of one sequence, inside a kernel."""
-
-    start_q: int | gl.tensor
-    len_q: gl.tensor
-    start_kv: int | gl.tensor
-    len_kv: gl.tensor
-
-
-@gluon.jit
-def sequence_of(lengths_q: Lengths, lengths_kv: Lengths, b, META: gl.constexpr):
-    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
-    return Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
 
 
 @gluon.jit

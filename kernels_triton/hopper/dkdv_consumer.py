@@ -71,6 +71,27 @@ class DkdvConsumerBarriers(NamedTuple):
 
 
 @gluon.jit
+def _relative_to_lse(s, statistics, index, block: Block, h, i, META: gl.constexpr):
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    minus_lse = statistics.index(index).slice(0, META.BLOCK_M).load(COLUMNS)
+    return relative_to_lse(s, minus_lse[None, :], block.large, block.b, h, i, block.sequence.len_q, META)
+
+
+@gluon.jit
+def _wait_for_sums(dv, dk, dk1, p16, ds, META: gl.constexpr):
+    # Waits for dk; in FP8 for dv too. p16 and ds are the products' operands in registers.
+    if META.IS_FP8 and META.QK1 > 0:
+        dv, dk, dk1, p16, ds = warpgroup_mma_wait(0, deps=[dv, dk, dk1, p16, ds])
+    elif META.IS_FP8:
+        dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[dv, dk, p16, ds])
+    elif META.QK1 > 0:
+        dk, dk1, ds = warpgroup_mma_wait(0, deps=[dk, dk1, ds])
+    else:
+        dk, ds = warpgroup_mma_wait(0, deps=[dk, ds])
+    return dv, dk, dk1, p16, ds
+
+
+@gluon.jit
 def _consume_dkdv_rows(
     args,
     operands: DkdvOperands,
@@ -80,7 +101,7 @@ def _consume_dkdv_rows(
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
-    b, len_q, large = block.b, block.sequence.len_q, block.large
+    len_q, large = block.sequence.len_q, block.large
     scores, group_size = args.scores, args.work.group_size
     DTYPE: gl.constexpr = operands.dout16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -136,13 +157,11 @@ def _consume_dkdv_rows(
             s, factor, cap_tanh, score = product_logits(raw_s, i, j, head, scores.scale, s_factor, MODS, META)
             if LOOPS == 2:
                 if IS_LARGE == 1:
-                    minus_lse_of_columns = operands.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
-                    s = relative_to_lse(s, minus_lse_of_columns[None, :], large, b, position.h, i, len_q, META)
+                    s = _relative_to_lse(s, operands.statistics, index, block, position.h, i, META)
             elif hides_some_query(row, n_start, block, META):
                 s = mask_queries(s, rows, columns, block.band, META)
                 if META.IS_UNBOUNDED:
-                    minus_lse_of_columns = operands.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
-                    s = relative_to_lse(s, minus_lse_of_columns[None, :], large, b, position.h, i, len_q, META)
+                    s = _relative_to_lse(s, operands.statistics, index, block, position.h, i, META)
             s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
             s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
             minus_lse = operands.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
@@ -176,14 +195,7 @@ def _consume_dkdv_rows(
             if not META.IS_FP8:
                 dv, p16 = warpgroup_mma_wait(PRODUCTS, deps=[dv, p16])
                 pipeline.release(barriers.dp_empty, dp_stage)
-            if META.IS_FP8 and QK1 > 0:
-                dv, dk, dk1, p16, ds = warpgroup_mma_wait(0, deps=[dv, dk, dk1, p16, ds])
-            elif META.IS_FP8:
-                dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[dv, dk, p16, ds])
-            elif QK1 > 0:
-                dk, dk1, ds = warpgroup_mma_wait(0, deps=[dk, dk1, ds])
-            else:
-                dk, ds = warpgroup_mma_wait(0, deps=[dk, ds])
+            dv, dk, dk1, p16, ds = _wait_for_sums(dv, dk, dk1, p16, ds, META)
             pipeline.release(barriers.ds_empty, ds_stage)
             position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:

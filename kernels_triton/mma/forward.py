@@ -22,6 +22,7 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.plan_pieces import piece_of_part
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
+from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import slots_of_heads
@@ -55,7 +56,6 @@ from flexattn.kernels_triton.gluon.forward_work import (
 from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.softmax import exponentials, for_threads, rescaled, sums_of_threads
-from flexattn.kernels_triton.gluon.tile_scheduler import sequence_of
 from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.mma.arguments import (
     MmaArguments,

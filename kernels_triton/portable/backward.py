@@ -13,16 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
-from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Pointer, Rows, Saved, Statistics
+from flexattn.kernels_triton.common.addressing import HeadRows, row_at, row_pointer, row_steps
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Parts, Pointer, Rows, Saved, Statistics
 from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
-from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
+from flexattn.kernels_triton.common.block_lists import (
+    TileRange,
+    first_loop,
+    key_loops,
+    listed_tile,
+    query_loops,
+)
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.fp8_tiles import descaled_products, fp8_product, load_descale, to_fp8_rows
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import load_large
-from flexattn.kernels_triton.common.padding import padding_rows, store_zeros
+from flexattn.kernels_triton.common.padding import clear_padding, padding_rows
 from flexattn.kernels_triton.common.preprocess import new_statistics
 from flexattn.kernels_triton.common.problem import Backward, Meta, rows
 from flexattn.kernels_triton.common.quantize import transposed
@@ -35,9 +41,9 @@ from flexattn.kernels_triton.common.row_statistics import (
     statistics_row,
 )
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
-from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sequences import Program, program_of_queries, sequence_of
 from flexattn.kernels_triton.common.sinks import sink_probability
-from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
+from flexattn.kernels_triton.common.tile_memory import StoredRows, load_parts, load_tile, store_parts, zero_parts
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, cdiv
 from flexattn.kernels_triton.portable.score_gradients import score_gradients
 from flexattn.kernels_triton.runtime.device import Tile
@@ -56,18 +62,12 @@ class _QueryBlock(NamedTuple):
     head: Head
     h_kv: tl.tensor
     first_row: tl.tensor
-    q0: tl.tensor
-    q1: tl.tensor
-    dout0: tl.tensor
-    dout1: tl.tensor
+    q: Parts
+    dout: Parts
     statistics: RowStatistics
     large: Any
-    k_base: tl.tensor
-    k_step: tl.tensor
-    k_offsets: tl.tensor
-    v_base: tl.tensor
-    v_step: tl.tensor
-    v_offsets: tl.tensor
+    k: HeadRows
+    v: HeadRows
     k_t: Any  # in FP8: k with its tokens innermost
 
 
@@ -82,26 +82,24 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
     dq1 = sums.dq1
     row_sum = sums.row_sum
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
-    k_pointer = block.k_base + tl.cast(tiles.begin, tl.int64) * block.k_step
-    v_pointer = block.v_base + tl.cast(tiles.begin, tl.int64) * block.v_step
+    k_pointer = row_at(block.k, tiles.begin)
+    v_pointer = row_at(block.v, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n = t
-        is_full = False
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
-            k_pointer = block.k_base + tl.cast(n, tl.int64) * block.k_step
-            v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
+            k_pointer = row_at(block.k, n)
+            v_pointer = row_at(block.v, n)
         columns = n + tl.arange(0, BLOCK_N)
-        k0 = load_tile(k_pointer, block.k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        v0 = load_tile(v_pointer, block.v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
-        dp = tl.dot(block.dout0, tl.trans(v0), input_precision=META.PRECISION)
+        k0 = load_tile(k_pointer, block.k.offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        v0 = load_tile(v_pointer, block.v.offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+        qk = tl.dot(block.q.first, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
+        dp = tl.dot(block.dout.first, tl.trans(v0), input_precision=META.PRECISION)  # dP = dO V^T
         if META.QK1 > 0:
-            k1 = load_tile(k_pointer, block.k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-            qk = tl.dot(block.q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+            k1 = load_tile(k_pointer, block.k.offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            qk = tl.dot(block.q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
         if META.V1 > 0:
-            v1 = load_tile(v_pointer, block.v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-            dp = tl.dot(block.dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+            v1 = load_tile(v_pointer, block.v.offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            dp = tl.dot(block.dout.second, tl.trans(v1), dp, input_precision=META.PRECISION)
         products = descaled_products(qk, dp, inputs, head, block.h_kv, first_row, n, META)
         keep = True
         if META.HAS_DROPOUT:
@@ -114,19 +112,19 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
             row_sum += tl.sum(gradient.p, 1)
         if META.IS_FP8:
             descale_k = load_descale(inputs.scales.k, head.b, block.h_kv, n, META)
-            ds, descale_ds = to_fp8_rows(ds, block.dout0.dtype)
+            ds, descale_ds = to_fp8_rows(ds, block.dout.first.dtype)
             descale = (descale_ds * descale_k)[:, None]
             dq0 += fp8_product(ds, block.k_t, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED) * descale
             if META.QK1 > 0:
                 dq1 += fp8_product(ds, block.k_t, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED) * descale
         else:
             ds = ds.to(k0.dtype)
-            dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
+            dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)  # dQ += dS K
             if META.QK1 > 0:
                 dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
-            k_pointer += BLOCK_N * block.k_step
-            v_pointer += BLOCK_N * block.v_step
+            k_pointer += BLOCK_N * block.k.step
+            v_pointer += BLOCK_N * block.v.step
     return _QuerySums(dq0=dq0, dq1=dq1, row_sum=row_sum)
 
 
@@ -142,38 +140,39 @@ class DqArguments(NamedTuple):
 
 
 @triton.jit
+def _clear_dq(args, own, first_row, META: tl.constexpr):
+    # Writes zeros into rows of dq without a token. Returns the row up to which the block itself stores zeros.
+    start_q, slot, _start_kv, _len_kv = own.sequence
+    base = row_pointer(args.dq, own.b, own.h, start_q, META)
+    step, offsets = row_steps(args.dq.stride_s, META.BLOCK_M, META)
+    if META.HAS_LENGTHS:
+        is_last = own.block == own.blocks - 1
+        padding = padding_rows(args.inputs.lengths_q, own.b, start_q, slot, first_row, is_last, META.BLOCK_M, META.IS_RAGGED_Q)
+        slot = padding.slot
+        clear_padding(base, step, offsets, padding, META.HEAD_DIM_QK, META.QK0, META.QK1, META.IS_RAGGED_Q)
+    return slot, offsets
+
+
+@triton.jit
 def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     # Runs program `pid` of the programs of dq
     BLOCK_M: tl.constexpr = META.BLOCK_M
     QK0: tl.constexpr = META.QK0
     QK1: tl.constexpr = META.QK1
     inputs = args.inputs
-    lengths_q = inputs.lengths_q
-    lengths_kv = inputs.lengths_kv
     statistics = args.statistics
-    batch = lengths_q.batch
     num_heads = inputs.num_heads
-    num_tokens_q = lengths_q.num_tokens
-    blocks = tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
-    block = blocks - 1 - pid % blocks
-    h = pid // blocks % num_heads
-    b = pid // blocks // num_heads
-    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
-    first_row = block * BLOCK_M
+    num_tokens_q = inputs.lengths_q.num_tokens
+    own = program_of_queries(pid, inputs, META)
+    b, h = own.b, own.h
+    start_q, len_q, start_kv, len_kv = own.sequence
+    first_row = own.block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    dq_base = row_pointer(args.dq, b, h, start_q, META)
-    dq_step, dq_offsets = row_steps(args.dq.stride_s, BLOCK_M, META)
-    slot_q = len_q
-    if META.HAS_LENGTHS:
-        padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, BLOCK_M, META.IS_RAGGED_Q)
-        slot_q = padding.slot
-        store_zeros(dq_base, dq_step, dq_offsets, padding.begin, padding.end, META.HEAD_DIM_QK, QK0, QK1)
-        if META.IS_RAGGED_Q:
-            store_zeros(dq_base, dq_step, dq_offsets, padding.front_begin, padding.front, META.HEAD_DIM_QK, QK0, QK1)
+    slot_q, dq_offsets = _clear_dq(args, own, first_row, META)
+    if META.HAS_LENGTHS:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if first_row >= len_q:
             if META.HAS_OFFSET:
-                tl.store(args.dsink_ptr + (h * batch + b) * blocks + block, 0.0)
+                tl.store(args.dsink_ptr + (h * inputs.lengths_q.batch + b) * own.blocks + own.block, 0.0)
             return
 
     q_pointer = row_pointer(inputs.q, b, h, start_q + first_row, META)
@@ -189,17 +188,11 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
 
     # The loads of q also start before the first wait.
-    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, QK0, META.HEAD_DIM_QK, True)
-    q1 = q0
-    if QK1 > 0:
-        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, QK0, QK1, META.HEAD_DIM_QK, True)
-    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
-    dout1 = dout0
-    if META.V1 > 0:
-        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
+    q = load_parts(q_pointer, q_offsets, first_row, len_q, QK0, QK1, META.HEAD_DIM_QK)
+    dout = load_parts(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V)
     queries = Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q)
     scale_dout = inputs.scales.dout if META.IS_FP8 else None
-    lse_log2, delta = make_row_statistics(dout0, dout1, args.saved, scale_dout, queries, first_row, META)
+    lse_log2, delta = make_row_statistics(dout.first, dout.second, args.saved, scale_dout, queries, first_row, META)
     large = load_large(statistics.large_ptr, statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
     row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     tl.store(statistics.lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
@@ -207,53 +200,34 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
 
     k_t = None
     if META.IS_FP8:
-        k_t = transposed_head(args.k_t, b, h_kv, packed_start(lengths_kv, b, start_kv), META.IS_RAGGED_KV)
+        k_t = transposed_head(args.k_t, b, h_kv, packed_start(inputs.lengths_kv, b, start_kv), META.IS_RAGGED_KV)
 
-    dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    dq1 = dq0
-    if QK1 > 0:
-        dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
-    full_end, end = visible.full_end, visible.end
-    full, rest = None, None
-    if META.BLOCK_SIZE_Q > 0:
-        list_row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
-        row_lists = load_block_lists(args.lists, list_row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
-        full, rest = full_tiles(row_lists), other_tiles(row_lists)
-        end, full_end = row_lists.num_tiles, row_lists.num_full_tiles
+    loops = key_loops(visible, args.lists, b, h, first_row, META)
     own_block = _QueryBlock(
         head=head,
         h_kv=h_kv,
         first_row=first_row,
-        q0=q0,
-        q1=q1,
-        dout0=dout0,
-        dout1=dout1,
+        q=q,
+        dout=dout,
         statistics=RowStatistics(lse_log2=lse_log2[:, None], delta=delta[:, None], p_scale=1.0),
         large=large,
-        k_base=k_base,
-        k_step=k_step,
-        k_offsets=k_offsets,
-        v_base=v_base,
-        v_step=v_step,
-        v_offsets=v_offsets,
+        k=HeadRows(base=k_base, step=k_step, offsets=k_offsets),
+        v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
         k_t=k_t,
     )
-    for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # the phases of the forward
-        cut_begin = visible.begin if phase == 0 else (visible.full_begin if phase == 1 else full_end)
-        first = 0 if META.BLOCK_SIZE_Q > 0 else cut_begin
-        last = visible.full_begin if phase == 0 else (full_end if phase == 1 else end)
-        if phase == 1 or first < last:  # a loop without iterations still costs its pipeline's prologue
-            tiles = TileRange(begin=first, end=last, listed=full if phase == 1 else rest)
-            sums = _QuerySums(dq0=dq0, dq1=dq1, row_sum=row_sum)
-            sums = _attn_bwd_dq_loop(sums, own_block, tiles, inputs, MODS, phase != 1, META)
-            dq0, dq1, row_sum = sums.dq0, sums.dq1, sums.row_sum
+    dq = zero_parts(BLOCK_M, QK0, QK1)
+    sums = _QuerySums(dq0=dq.first, dq1=dq.second, row_sum=tl.zeros([BLOCK_M], tl.float32))
+    for LOOP in tl.static_range(first_loop(META), 3):
+        tiles = loops[LOOP]
+        if LOOP == 1 or tiles.begin < tiles.end:  # a loop without iterations still costs its pipeline's prologue
+            sums = _attn_bwd_dq_loop(sums, own_block, tiles, inputs, MODS, LOOP != 1, META)
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + inputs.scores.scale
     p_sink = sink_probability(inputs.softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META)
     if META.NORMALIZES:
         # fp32 represents an lse of 200 only to 1e-5, and so the probabilities computed from it, which is too coarse for fp32
         # results.
+        row_sum = sums.row_sum
         if META.HAS_SINK:
             row_sum += p_sink
         p_scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -261,18 +235,12 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         dq_scale *= p_scale
         p_sink *= p_scale
     if META.HAS_OFFSET:
-        tl.store(args.dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
-    is_real = (rows < len_q)[:, None]  # without lengths, rows past the end are not stored
+        dsink_ptr = args.dsink_ptr + (h * inputs.lengths_q.batch + b) * own.blocks + own.block
+        tl.store(dsink_ptr, -tl.sum(p_sink * delta, 0))
+    is_real = (rows < len_q)[:, None] if META.HAS_LENGTHS else None
     dq_pointer = row_pointer(args.dq, b, h, start_q + first_row, META)
-    dq0 *= dq_scale[:, None]
-    if META.HAS_LENGTHS:
-        dq0 = tl.where(is_real, dq0, 0.0)
-    store_tile(dq_pointer, dq0, dq_offsets, first_row, slot_q, 0, QK0, META.HEAD_DIM_QK)
-    if QK1 > 0:
-        dq1 *= dq_scale[:, None]
-        if META.HAS_LENGTHS:
-            dq1 = tl.where(is_real, dq1, 0.0)
-        store_tile(dq_pointer, dq1, dq_offsets, first_row, slot_q, QK0, QK1, META.HEAD_DIM_QK)
+    to = StoredRows(pointer=dq_pointer, offsets=dq_offsets, first=first_row, end=slot_q, is_real=is_real)
+    store_parts(to, Parts(first=sums.dq0, second=sums.dq1), dq_scale[:, None], QK0, QK1, META.HEAD_DIM_QK)
 
 
 @kernel
@@ -282,8 +250,8 @@ def _attn_bwd_dq_kernel(args: DqArguments, MODS: tl.constexpr, META: tl.constexp
 
 class _KeySums(NamedTuple):
     dk0: tl.tensor
-    dk1: tl.tensor
     dv0: tl.tensor
+    dk1: tl.tensor
     dv1: tl.tensor
 
 
@@ -292,10 +260,8 @@ class _KeyBlock(NamedTuple):
 
     h_kv: tl.tensor
     first_column: tl.tensor
-    k0: tl.tensor
-    k1: tl.tensor
-    v0: tl.tensor
-    v1: tl.tensor
+    k: Parts
+    v: Parts
 
 
 class _HeadRows(NamedTuple):
@@ -303,12 +269,8 @@ class _HeadRows(NamedTuple):
 
     head: Head
     queries: Queries
-    q_base: tl.tensor
-    q_step: tl.tensor
-    q_offsets: tl.tensor
-    dout_base: tl.tensor
-    dout_step: tl.tensor
-    dout_offsets: tl.tensor
+    q: HeadRows
+    dout: HeadRows
     first_statistic: tl.tensor
     large: Any
     q_t: Any  # in FP8: q and dout with their tokens innermost
@@ -344,35 +306,33 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
     dv0 = sums.dv0
     dv1 = sums.dv1
     j = first_column + tl.arange(0, BLOCK_N)[:, None]
-    q_pointer = own_block.q_base + tl.cast(tiles.begin, tl.int64) * own_block.q_step
-    dout_pointer = own_block.dout_base + tl.cast(tiles.begin, tl.int64) * own_block.dout_step
+    q_pointer = row_at(own_block.q, tiles.begin)
+    dout_pointer = row_at(own_block.dout, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_M):
-        m = t
-        is_full = False
+        m, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, BLOCK_M)
         if META.BLOCK_SIZE_Q > 0:
-            m, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, BLOCK_M)
-            q_pointer = own_block.q_base + tl.cast(m, tl.int64) * own_block.q_step
-            dout_pointer = own_block.dout_base + tl.cast(m, tl.int64) * own_block.dout_step
+            q_pointer = row_at(own_block.q, m)
+            dout_pointer = row_at(own_block.dout, m)
         rows = m + tl.arange(0, BLOCK_M)
-        q0 = load_tile(q_pointer, own_block.q_offsets, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        dout0 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+        q0 = load_tile(q_pointer, own_block.q.offsets, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        dout0 = load_tile(dout_pointer, own_block.dout.offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         if args.saved.lse_ptr is None:
             first_statistic = own_block.first_statistic + m
             statistics = load_row_statistics(args.statistics, first_statistic, len_q - m, BLOCK_M, IS_MASKED, META)
         else:
             dout_of_v1 = dout0
             if META.V1 > 0:
-                dout_of_v1 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                dout_of_v1 = load_tile(dout_pointer, own_block.dout.offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             lse_log2, delta = make_row_statistics(dout0, dout_of_v1, args.saved, None, own_block.queries, m, META)
             statistics = RowStatistics(lse_log2=lse_log2, delta=delta, p_scale=tl.full([1], 1.0, tl.float32))
-        kq = tl.dot(block.k0, tl.trans(q0), input_precision=META.PRECISION)
-        dp = tl.dot(block.v0, tl.trans(dout0), input_precision=META.PRECISION)
+        kq = tl.dot(block.k.first, tl.trans(q0), input_precision=META.PRECISION)  # S = K Q^T
+        dp = tl.dot(block.v.first, tl.trans(dout0), input_precision=META.PRECISION)  # dP = V dO^T
         if META.QK1 > 0:
-            q1 = load_tile(q_pointer, own_block.q_offsets, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-            kq = tl.dot(block.k1, tl.trans(q1), kq, input_precision=META.PRECISION)
+            q1 = load_tile(q_pointer, own_block.q.offsets, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            kq = tl.dot(block.k.second, tl.trans(q1), kq, input_precision=META.PRECISION)
         if META.V1 > 0:
-            dout1 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-            dp = tl.dot(block.v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
+            dout1 = load_tile(dout_pointer, own_block.dout.offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            dp = tl.dot(block.v.second, tl.trans(dout1), dp, input_precision=META.PRECISION)
         products = descaled_products(kq, dp, inputs, head, block.h_kv, m, first_column, META)
         keep = True
         if META.HAS_DROPOUT:
@@ -400,18 +360,58 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
         else:
             if args.dv.ptr is not None:
                 p = p.to(dout0.dtype)
-                dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
+                dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)  # dV += P dO
                 if META.V1 > 0:
                     dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
             if args.dk.ptr is not None:
                 ds = ds.to(q0.dtype)
-                dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
+                dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)  # dK += dS Q
                 if META.QK1 > 0:
                     dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
-            q_pointer += BLOCK_M * own_block.q_step
-            dout_pointer += BLOCK_M * own_block.dout_step
+            q_pointer += BLOCK_M * own_block.q.step
+            dout_pointer += BLOCK_M * own_block.dout.step
     return _KeySums(dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1)
+
+
+@triton.jit
+def _program_of_keys(pid, args, META: tl.constexpr):
+    # Returns the program, whose h is a key head.
+    inputs = args.inputs
+    num_heads = inputs.num_heads
+    blocks = tl.cdiv(inputs.lengths_kv.max_seqlen, META.BLOCK_N)
+    block = pid % blocks
+    split, h_kv, b = 0, pid // blocks % num_heads, pid // blocks // num_heads
+    if META.IS_GROUPED:
+        num_heads_kv = num_heads // inputs.group_size
+        split = pid // blocks % args.num_splits
+        h_kv = pid // blocks // args.num_splits % num_heads_kv
+        b = pid // blocks // args.num_splits // num_heads_kv
+    sequence = sequence_of(inputs.lengths_q, inputs.lengths_kv, b, META)
+    return Program(b=b, h=h_kv, block=block, blocks=blocks, sequence=sequence, split=split)
+
+
+@triton.jit
+def _clear_gradient(
+    x, stride_split, own, padding, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr
+):
+    # Writes zeros into rows of dk or dv without a token. Returns the first row of its sequence and head, and `row_steps`.
+    base = row_pointer(x, own.b, own.h, own.sequence.start_kv, META)
+    base += tl.cast(own.split, tl.int64) * stride_split * META.ALIGN
+    step, offsets = row_steps(x.stride_s, META.BLOCK_N, META)
+    if META.HAS_LENGTHS:
+        clear_padding(base, step, offsets, padding, HEAD_DIM, WIDTH0, WIDTH1, META.IS_RAGGED_KV)
+    return HeadRows(base=base, step=step, offsets=offsets)
+
+
+@triton.jit
+def _cut_tiles(loops, part, META: tl.constexpr):
+    # Returns the tiles of `loops.first` if `part` is 0, otherwise of `loops.rest`, for one loop over both.
+    if META.BLOCK_SIZE_Q > 0:
+        return loops.rest
+    else:
+        begin = loops.first.begin if part == 0 else loops.rest.begin
+        return TileRange(begin=begin, end=loops.first.end if part == 0 else loops.rest.end, listed=None)
 
 
 @triton.jit
@@ -425,44 +425,24 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     FIRST_PHASE: tl.constexpr = 1 if META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 else 0
     inputs = args.inputs
     lengths_q = inputs.lengths_q
-    lengths_kv = inputs.lengths_kv
     statistics = args.statistics
     num_heads = inputs.num_heads
     group_size = inputs.group_size
-    num_splits = args.num_splits
-    num_tokens_q = lengths_q.num_tokens
-    blocks = tl.cdiv(lengths_kv.max_seqlen, BLOCK_N)
-    block = pid % blocks
-    split, h_kv, b = 0, pid // blocks % num_heads, pid // blocks // num_heads
-    if META.IS_GROUPED:
-        num_heads_kv = num_heads // group_size
-        split = pid // blocks % num_splits
-        h_kv = pid // blocks // num_splits % num_heads_kv
-        b = pid // blocks // num_splits // num_heads_kv
-    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
-    first_column = block * BLOCK_N
+    own = _program_of_keys(pid, args, META)
+    b, h_kv, split = own.b, own.h, own.split
+    start_q, len_q, start_kv, len_kv = own.sequence
+    first_column = own.block * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     slot_kv = len_kv
+    padding = None
     if META.HAS_LENGTHS:
-        padding = padding_rows(lengths_kv, b, start_kv, len_kv, first_column, block == blocks - 1, BLOCK_N, META.IS_RAGGED_KV)
+        is_last = own.block == own.blocks - 1
+        padding = padding_rows(inputs.lengths_kv, b, start_kv, len_kv, first_column, is_last, BLOCK_N, META.IS_RAGGED_KV)
         slot_kv = padding.slot
     if args.dk.ptr is not None:
-        dk_base = row_pointer(args.dk, b, h_kv, start_kv, META)
-        dk_base += tl.cast(split, tl.int64) * args.dk_stride_split * META.ALIGN
-        dk_step, dk_offsets = row_steps(args.dk.stride_s, BLOCK_N, META)
-        if META.HAS_LENGTHS:
-            store_zeros(dk_base, dk_step, dk_offsets, padding.begin, padding.end, META.HEAD_DIM_QK, QK0, QK1)
-            if META.IS_RAGGED_KV:
-                store_zeros(dk_base, dk_step, dk_offsets, padding.front_begin, padding.front, META.HEAD_DIM_QK, QK0, QK1)
+        dk_rows = _clear_gradient(args.dk, args.dk_stride_split, own, padding, QK0, QK1, META.HEAD_DIM_QK, META)
     if args.dv.ptr is not None:
-        dv_base = row_pointer(args.dv, b, h_kv, start_kv, META)
-        dv_base += tl.cast(split, tl.int64) * args.dv_stride_split * META.ALIGN
-        dv_step, dv_offsets = row_steps(args.dv.stride_s, BLOCK_N, META)
-        if META.HAS_LENGTHS:
-            store_zeros(dv_base, dv_step, dv_offsets, padding.begin, padding.end, META.HEAD_DIM_V, V0, V1)
-            if META.IS_RAGGED_KV:
-                store_zeros(dv_base, dv_step, dv_offsets, padding.front_begin, padding.front, META.HEAD_DIM_V, V0, V1)
+        dv_rows = _clear_gradient(args.dv, args.dv_stride_split, own, padding, V0, V1, META.HEAD_DIM_V, META)
     if first_column >= len_kv:
         return
 
@@ -474,33 +454,29 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     dout_step, dout_offsets = row_steps(args.dout.stride_s, META.BLOCK_M, META)
     k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, QK0, META.HEAD_DIM_QK, True)
     v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, 0, V0, META.HEAD_DIM_V, True)
-    dk0 = tl.zeros([BLOCK_N, QK0], tl.float32)
-    dv0 = tl.zeros([BLOCK_N, V0], tl.float32)
     k1 = k0
-    dk1 = dk0
     if QK1 > 0:
         k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, QK0, QK1, META.HEAD_DIM_QK, True)
-        dk1 = tl.zeros([BLOCK_N, QK1], tl.float32)
     v1 = v0
-    dv1 = dv0
     if V1 > 0:
         v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, V0, V1, META.HEAD_DIM_V, True)
-        dv1 = tl.zeros([BLOCK_N, V1], tl.float32)
-
-    key_block = _KeyBlock(h_kv=h_kv, first_column=first_column, k0=k0, k1=k1, v0=v0, v1=v1)
+    k, v = Parts(first=k0, second=k1), Parts(first=v0, second=v1)
+    key_block = _KeyBlock(h_kv=h_kv, first_column=first_column, k=k, v=v)
+    dk = zero_parts(BLOCK_N, QK0, QK1)
+    dv = zero_parts(BLOCK_N, V0, V1)
+    sums = _KeySums(dk0=dk.first, dk1=dk.second, dv0=dv.first, dv1=dv.second)
 
     shift = (len_kv - len_q) * inputs.band.bottom_right
     visible = visible_range_of_queries(first_column, len_q, shift, inputs.band, META)
-    full_begin, full_end = visible.full_begin, visible.full_end
     first_head, num_heads_of_split = h_kv, 1
     if META.IS_GROUPED:
-        heads_per_split = tl.cdiv(group_size, num_splits)
+        heads_per_split = tl.cdiv(group_size, args.num_splits)
         first_head = h_kv * group_size + split * heads_per_split
         num_heads_of_split = tl.minimum(heads_per_split, group_size - split * heads_per_split)
-    large = load_large(statistics.large_ptr, statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+    large = load_large(statistics.large_ptr, statistics.large_lse_ptr, num_heads, lengths_q.num_tokens, start_q, META)
     for head_in_split in range(num_heads_of_split):
         h = first_head + head_in_split
-        first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+        first_statistic = statistics_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
         q_base = row_pointer(inputs.q, b, h, start_q, META)
         dout_base = row_pointer(args.dout, b, h, start_q, META)
         q_t, dout_t = None, None
@@ -510,13 +486,9 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
             dout_t = transposed_head(args.dout_t, b, h, place_q, META.IS_RAGGED_Q)
         own_block = _HeadRows(
             head=head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META),
-            queries=Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q),
-            q_base=q_base,
-            q_step=q_step,
-            q_offsets=q_offsets,
-            dout_base=dout_base,
-            dout_step=dout_step,
-            dout_offsets=dout_offsets,
+            queries=Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=lengths_q.num_tokens),
+            q=HeadRows(base=q_base, step=q_step, offsets=q_offsets),
+            dout=HeadRows(base=dout_base, step=dout_step, offsets=dout_offsets),
             first_statistic=first_statistic,
             large=large,
             q_t=q_t,
@@ -525,51 +497,22 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         # One loop has the queries that the right side of the band cuts (causal: the diagonal), and the queries that its left side
         # or the end cuts, because another loop would cost registers, which are scarce. A second loop has the queries that see all
         # keys. If there is no right side, the second loop is first: after a loop that may be skipped, ptxas serialises wgmma.
-        full, rest = None, None
-        num_tiles, num_full_tiles = 0, 0
-        if META.BLOCK_SIZE_Q > 0:
-            row = b * args.lists.stride_b + h * args.lists.stride_h + first_column // META.BLOCK_SIZE_KV
-            row_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
-            full, rest = full_tiles(row_lists), other_tiles(row_lists)
-            num_tiles, num_full_tiles = row_lists.num_tiles, row_lists.num_full_tiles
+        loops = query_loops(visible, args.lists, b, h, first_column, META)
         for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the loop with cut blocks
             first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1
-            last_part = 1 + tl.cast(full_end < visible.end, tl.int32) if phase == 1 and META.BLOCK_SIZE_Q == 0 else 2
+            last_part = 1 + tl.cast(loops.rest.begin < loops.rest.end, tl.int32) if phase == 1 and META.BLOCK_SIZE_Q == 0 else 2
             for part in range(first_part, last_part):
-                if META.BLOCK_SIZE_Q > 0:
-                    part_begin = 0
-                    part_end = num_tiles if phase == 1 else num_full_tiles
-                elif phase == 1:
-                    part_begin = visible.begin if part == 0 else full_end
-                    part_end = full_begin if part == 0 else visible.end
-                else:
-                    part_begin = full_begin
-                    part_end = full_end
-                tiles = TileRange(begin=part_begin, end=part_end, listed=rest if phase == 1 else full)
-                sums = _KeySums(dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1)
+                tiles = _cut_tiles(loops, part, META) if phase == 1 else loops.full
                 sums = _attn_bwd_dkdv_loop(sums, key_block, own_block, tiles, args, MODS, phase == 1, META)
-                dk0, dk1, dv0, dv1 = sums.dk0, sums.dk1, sums.dv0, sums.dv1
-    is_real = (columns < len_kv)[:, None]
+    is_real = (columns < len_kv)[:, None] if META.HAS_LENGTHS else None
     if args.dk.ptr is not None:
-        dk_pointer = dk_base + tl.cast(first_column, tl.int64) * dk_step
-        dk0 *= inputs.scores.scale
-        if META.HAS_LENGTHS:
-            dk0 = tl.where(is_real, dk0, 0.0)
-        store_tile(dk_pointer, dk0, dk_offsets, first_column, slot_kv, 0, QK0, META.HEAD_DIM_QK)
-        if QK1 > 0:
-            dk1 *= inputs.scores.scale
-            if META.HAS_LENGTHS:
-                dk1 = tl.where(is_real, dk1, 0.0)
-            store_tile(dk_pointer, dk1, dk_offsets, first_column, slot_kv, QK0, QK1, META.HEAD_DIM_QK)
+        pointer = row_at(dk_rows, first_column)
+        to = StoredRows(pointer=pointer, offsets=dk_rows.offsets, first=first_column, end=slot_kv, is_real=is_real)
+        store_parts(to, Parts(first=sums.dk0, second=sums.dk1), inputs.scores.scale, QK0, QK1, META.HEAD_DIM_QK)
     if args.dv.ptr is not None:
-        dv_pointer = dv_base + tl.cast(first_column, tl.int64) * dv_step
-        if META.HAS_LENGTHS:
-            dv0 = tl.where(is_real, dv0, 0.0)
-        store_tile(dv_pointer, dv0, dv_offsets, first_column, slot_kv, 0, V0, META.HEAD_DIM_V)
-        if V1 > 0:
-            if META.HAS_LENGTHS:
-                dv1 = tl.where(is_real, dv1, 0.0)
-            store_tile(dv_pointer, dv1, dv_offsets, first_column, slot_kv, V0, V1, META.HEAD_DIM_V)
+        pointer = row_at(dv_rows, first_column)
+        to = StoredRows(pointer=pointer, offsets=dv_rows.offsets, first=first_column, end=slot_kv, is_real=is_real)
+        store_parts(to, Parts(first=sums.dv0, second=sums.dv1), None, V0, V1, META.HEAD_DIM_V)
 
 
 @kernel

@@ -14,11 +14,11 @@ from flexattn.kernels_triton.common.arguments import BlockKinds, Inputs, Pointer
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.fp8_tiles import descaled_products
 from flexattn.kernels_triton.common.heads import head_of
-from flexattn.kernels_triton.common.lse_rows import load_large
+from flexattn.kernels_triton.common.lse_rows import load_large, lse_row
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
-from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
@@ -44,6 +44,27 @@ class Arguments(NamedTuple):
     dlse_ptr: Pointer  # None: 0
     dbias: BiasParts
     statistics: Statistics
+
+
+@triton.jit
+def _row_gradient(b, h, first_row, sequence, large, args, META: tl.constexpr):
+    # Returns the gradient of a number that is added to all scores of a row
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    inputs = args.inputs
+    start_q, len_q, _start_kv, len_kv = sequence
+    num_heads, num_tokens_q = inputs.num_heads, inputs.lengths_q.num_tokens
+    rows = first_row + tl.arange(0, BLOCK_M)
+    first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+    statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
+    row_gradient = tl.zeros([BLOCK_M], tl.float32)
+    if META.HAS_SINK:
+        p_sink = sink_probability(inputs.softmax_offset_ptr, statistics.lse_log2, large, b, h, rows, len_q, META)
+        row_gradient = p_sink * statistics.delta
+    if args.dlse_ptr is not None:
+        row = lse_row(b, h, num_heads, num_tokens_q, start_q, META)
+        row_gradient += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+    # 0 for a row that sees nothing or does not exist. With a sink and no key, the two terms cancel except for rounding.
+    return tl.where((statistics.lse_log2 == float("inf")) | (len_kv == 0), 0.0, row_gradient)
 
 
 @kernel
@@ -90,8 +111,8 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
         h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
         b = first_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
-        start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
-        start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
+        sequence = sequence_of(lengths_q, lengths_kv, b, META)
+        start_q, len_q, start_kv, len_kv = sequence
         shift = (len_kv - len_q) * inputs.band.bottom_right
         large = load_large(args.statistics.large_ptr, args.statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
         first_row = m * BLOCK_M
@@ -104,26 +125,12 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
             row = b * args.kinds.stride_b + h * args.kinds.stride_h + first_row // META.BLOCK_SIZE_Q
-            kind = tl.load(
-                args.kinds.ptr + tl.cast(row, tl.int64) * args.kinds.length + first_column // META.BLOCK_SIZE_KV, mask=is_visible
-            )
+            place = tl.cast(row, tl.int64) * args.kinds.length + first_column // META.BLOCK_SIZE_KV
+            kind = tl.load(args.kinds.ptr + place, mask=is_visible)
             is_visible = is_visible & (kind > 0)
             is_full = kind == 2
         if BY_ROWS:
-            rows = first_row + tl.arange(0, BLOCK_M)
-            first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-            statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
-            row_gradient = tl.zeros([BLOCK_M], tl.float32)
-            if META.HAS_SINK:
-                row_gradient = (
-                    sink_probability(inputs.softmax_offset_ptr, statistics.lse_log2, large, b, h, rows, len_q, META)
-                    * statistics.delta
-                )
-            if args.dlse_ptr is not None:
-                row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
-                row_gradient += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
-            # 0 for a row that sees nothing or does not exist. With a sink and no key, the two terms cancel except for rounding.
-            row_gradient = tl.where((statistics.lse_log2 == float("inf")) | (len_kv == 0), 0.0, row_gradient)
+            row_gradient = _row_gradient(b, h, first_row, sequence, large, args, META)
             total_by_row += row_gradient * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else row_gradient
         elif is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)
@@ -135,14 +142,14 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
             head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
             q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
             k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
-            qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
+            qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T
             if META.QK1 > 0:
                 q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
                 k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
                 qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
             dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
             v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, 0, META.V0, META.HEAD_DIM_V, True)
-            dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
+            dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)  # dP = dO V^T
             if META.V1 > 0:
                 dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
                 v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, META.V0, META.V1, META.HEAD_DIM_V, True)

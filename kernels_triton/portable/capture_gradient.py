@@ -14,7 +14,7 @@ from torch import Tensor
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Rows, Statistics
 from flexattn.kernels_triton.common.band import visible_range_of_keys
-from flexattn.kernels_triton.common.block_lists import all_tiles, listed_tile, load_block_lists
+from flexattn.kernels_triton.common.block_lists import every_tile, listed_tile
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.fp8_tiles import descaled_products
 from flexattn.kernels_triton.common.heads import head_of
@@ -22,7 +22,7 @@ from flexattn.kernels_triton.common.lse_rows import load_large
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
-from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sequences import program_of_queries
 from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
 from flexattn.kernels_triton.runtime.device import Tile
@@ -46,18 +46,12 @@ def _attn_bwd_captures_kernel(args: Arguments, MODE: tl.constexpr, MODS: tl.cons
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     inputs = args.inputs
-    lengths_q = inputs.lengths_q
-    lengths_kv = inputs.lengths_kv
     num_heads = inputs.num_heads
-    num_tokens_q = lengths_q.num_tokens
-    blocks = tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
-    pid = tl.program_id(0)
-    block = blocks - 1 - pid % blocks
-    h = pid // blocks % num_heads
-    b = pid // blocks // num_heads
-    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
-    first_row = block * BLOCK_M
+    num_tokens_q = inputs.lengths_q.num_tokens
+    own = program_of_queries(tl.program_id(0), inputs, META)
+    b, h = own.b, own.h
+    start_q, len_q, start_kv, len_kv = own.sequence
+    first_row = own.block * BLOCK_M
     if first_row >= len_q:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -83,26 +77,16 @@ def _attn_bwd_captures_kernel(args: Arguments, MODE: tl.constexpr, MODS: tl.cons
     if META.V1 > 0:
         dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
-    begin, end = visible.begin, visible.end
-    listed = None
-    if META.BLOCK_SIZE_Q > 0:
-        row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
-        row_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_KV, BLOCK_N, META.HAS_LEFT, META)
-        listed = all_tiles(row_lists)
-        begin = 0
-        end = row_lists.num_tiles + row_lists.num_full_tiles
-    for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n = t
-        is_full = False
-        if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, listed, META.BLOCK_SIZE_KV, BLOCK_N)
+    tiles = every_tile(visible, args.lists, b, h, first_row, META)
+    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         columns = n + tl.arange(0, BLOCK_N)
         k_pointer = k_base + tl.cast(n, tl.int64) * k_step
         v_pointer = v_base + tl.cast(n, tl.int64) * v_step
         k0 = load_tile(k_pointer, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
         v0 = load_tile(v_pointer, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, True)
-        qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
-        dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
+        qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
+        dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)  # dP = dO V^T
         if META.QK1 > 0:
             k1 = load_tile(k_pointer, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.addressing import paged_rows, row_pointer, row_steps
-from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Pointer, Rows
+from flexattn.kernels_triton.common.addressing import HeadRows, paged_rows, row_at, row_pointer, row_steps
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
-from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
+from flexattn.kernels_triton.common.block_lists import Loops, TileRange, first_loop, key_loops, listed_tile
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
 from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS
 from flexattn.kernels_triton.common.dropout import dropout_keep
@@ -36,7 +36,7 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.split_ranges import part_row, range_of_blocks, range_of_split, share_of_split
-from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
+from flexattn.kernels_triton.common.tile_memory import StoredRows, load_parts, load_tile, store_parts, zero_parts
 from flexattn.kernels_triton.common.tiles import FORWARD, slots_of_heads
 from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
 from flexattn.kernels_triton.runtime.device import Tile, num_processors
@@ -69,15 +69,10 @@ class _Block(NamedTuple):
     head: Head
     h_kv: tl.tensor
     first_row: tl.tensor
-    q0: tl.tensor
-    q1: tl.tensor
+    q: Parts
     descale_q: float | tl.tensor
-    k_base: tl.tensor
-    k_step: tl.tensor
-    k_offsets: tl.tensor
-    v_base: tl.tensor
-    v_step: tl.tensor
-    v_offsets: tl.tensor
+    k: HeadRows
+    v: HeadRows
     v_t: Any  # in FP8: v with its tokens innermost, as the matrix instructions need it
 
 
@@ -93,31 +88,29 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     row_sum = sums.row_sum
     row_max = sums.row_max
     i = queries_of_tile(block.first_row, META)[:, None]
-    k_pointer = block.k_base + tl.cast(tiles.begin, tl.int64) * block.k_step
-    v_pointer = block.v_base + tl.cast(tiles.begin, tl.int64) * block.v_step
+    k_pointer = row_at(block.k, tiles.begin)
+    v_pointer = row_at(block.v, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n = t
-        is_full = False
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
-            k_pointer = block.k_base + tl.cast(n, tl.int64) * block.k_step
-            v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
-        k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k_offsets, v_pointer, block.v_offsets
+            k_pointer = row_at(block.k, n)
+            v_pointer = row_at(block.v, n)
+        k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k.offsets, v_pointer, block.v.offsets
         if inputs.pages.table_ptr is not None:
-            k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k_base, head.b, n, len_kv, META)
+            k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k.base, head.b, n, len_kv, META)
             if not META.IS_LATENT:
-                v_tile, v_offsets = paged_rows(inputs.pages, inputs.v, block.v_base, head.b, n, len_kv, META)
+                v_tile, v_offsets = paged_rows(inputs.pages, inputs.v, block.v.base, head.b, n, len_kv, META)
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         if META.IS_KV_FP8:
-            k0 = k0.to(block.q0.dtype)
-        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
+            k0 = k0.to(block.q.first.dtype)
+        qk = tl.dot(block.q.first, tl.trans(k0), input_precision=META.PRECISION)  # S = Q K^T, [BLOCK_M, BLOCK_N]
         if META.QK1 > 0:
             k1 = load_tile(k_tile, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             if META.IS_KV_FP8:
-                k1 = k1.to(block.q0.dtype)
-            qk = tl.dot(block.q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+                k1 = k1.to(block.q.first.dtype)
+            qk = tl.dot(block.q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
         score_scale = inputs.scores.scale
         if META.IS_FP8:
             descale_k = load_descale(scales.k, head.b, block.h_kv, n, META)
@@ -169,21 +162,21 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             if not META.IS_LATENT:
                 v0 = load_tile(v_tile, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
                 if META.IS_KV_FP8:
-                    v0 = v0.to(block.q0.dtype)
+                    v0 = v0.to(block.q.first.dtype)
             if META.HAS_TOKEN_SCALES_V:
-                v0 = (v0.to(tl.float32) * descale_v).to(block.q0.dtype)
+                v0 = (v0.to(tl.float32) * descale_v).to(block.q.first.dtype)
             p = p.to(v0.dtype)
-            acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)
+            acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)  # O += P V
             if META.V1 > 0:
                 v1 = load_tile(v_tile, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 if META.IS_KV_FP8:
-                    v1 = v1.to(block.q0.dtype)
+                    v1 = v1.to(block.q.first.dtype)
                 if META.HAS_TOKEN_SCALES_V:
-                    v1 = (v1.to(tl.float32) * descale_v).to(block.q0.dtype)
+                    v1 = (v1.to(tl.float32) * descale_v).to(block.q.first.dtype)
                 acc1 = tl.dot(p, v1, acc1 * correction[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
-            k_pointer += BLOCK_N * block.k_step
-            v_pointer += BLOCK_N * block.v_step
+            k_pointer += BLOCK_N * block.k.step
+            v_pointer += BLOCK_N * block.v.step
     return _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
 
 
@@ -226,6 +219,112 @@ def _with_sink(row_max, row_sum, sink, OFFSET: tl.constexpr, META: tl.constexpr)
     return new_max, row_sum, correction
 
 
+class _Tile(NamedTuple):
+    """A program's tile: a block of queries, of one head or of several that share it, and a share of their keys."""
+
+    pid: tl.tensor  # with a plan, the number of the part
+    split: Any  # None: all keys
+    piece: Any  # with a plan, a `Piece`
+    block: tl.tensor  # the block's number, of `blocks` of the longest sequence
+    blocks: tl.tensor
+    h: tl.tensor  # the first head
+    b: tl.tensor
+    heads: tl.tensor  # the head of each row
+
+
+@triton.jit
+def _tile_of(pid, split, piece, blocks, groups, META: tl.constexpr):
+    if piece is None:
+        block = blocks - 1 - pid % blocks  # under a causal band the last block has the most work, so it is first
+        h = pid // blocks % groups
+        b = pid // blocks // groups
+    else:
+        split = piece.first
+        block = piece.entry % blocks
+        h = piece.head
+        b = piece.entry // blocks
+    if META.GROUP > 1:
+        h = h * META.HEADS
+    return _Tile(pid=pid, split=split, piece=piece, block=block, blocks=blocks, h=h, b=b, heads=heads_of_tile(h, META))
+
+
+@triton.jit
+def _place_of_largest(tile, args):
+    # Returns the index of a tile's largest logit in `max_logit_ptr`
+    if tile.piece is None:
+        place = (tile.h * args.inputs.lengths_q.batch + tile.b) * tile.blocks + tile.block
+        if args.num_splits is not None:
+            place = place * args.num_splits + tile.split
+    else:
+        place = tile.h * (args.plan.entries + args.plan.programs) + tile.piece.entry + tile.piece.program
+    return place
+
+
+@triton.jit
+def _visible_share(visible, tile, num_splits, META: tl.constexpr):
+    # Returns the keys of a tile's split or piece
+    if tile.piece is not None:
+        visible = range_of_blocks(visible, tile.piece.first, tile.piece.end, META.BLOCK_N)
+    if num_splits is not None and META.BLOCK_SIZE_Q == 0:
+        visible = range_of_split(visible, tile.split, num_splits, META.BLOCK_N, META.PIECE)
+    return visible
+
+
+@triton.jit
+def _loops_of_split(loops, split, num_splits):
+    # With a block mask, a split is a share of the full blocks and a share of the others.
+    begin, end = share_of_split(loops.full.end, split, num_splits)
+    rest_begin, rest_end = share_of_split(loops.rest.end, split, num_splits)
+    full = TileRange(begin=begin, end=end, listed=loops.full.listed)
+    return Loops(first=None, full=full, rest=TileRange(begin=rest_begin, end=rest_end, listed=loops.rest.listed))
+
+
+@triton.jit
+def _normalised(row_max, row_sum, tile, h_kv, inputs, META: tl.constexpr):
+    # Returns the statistics of rows with their sink, and the factor that turns sums into out
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
+    rescale = tl.zeros([BLOCK_M], tl.float32) + (inputs.dropout.keep_scale if META.HAS_DROPOUT else 1.0)
+    if META.HAS_SINK:
+        sink = load_sink(inputs.softmax_offset_ptr, tile.heads, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
+        if tile.split is not None:
+            sink = tl.where(tile.split == 0, sink, float("-inf"))
+        row_max, row_sum, correction = _with_sink(row_max, row_sum, sink, OFFSET, META)
+        rescale *= correction
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
+    rescale = rescale / row_sum
+    if (META.IS_KV_FP8 and not META.HAS_TOKEN_SCALES_V) or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
+        rescale *= load_descale(inputs.scales.v, tile.b, h_kv, 0, META)
+    return row_max, row_sum, rescale
+
+
+class _LseRows(NamedTuple):
+    """The rows of a tile in lse."""
+
+    base: tl.tensor  # pointer to the first row of the sequence and head
+    rows: tl.tensor  # positions of the queries
+    len_q: tl.tensor
+    slot: tl.tensor  # rows from here on are not stored
+
+
+@triton.jit
+def _store_lse(row_max, row_sum, to, tile, args, META: tl.constexpr):
+    OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
+    plan, lengths_q = args.plan, args.inputs.lengths_q
+    if META.IS_UNBOUNDED:
+        factor = exponent_factor(row_max)
+        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, OFFSET), row_sum)
+        if tile.split is not None:
+            if tile.piece is not None:
+                lost_base = to.base + first_row_of_part(plan, plan.num_parts)
+            else:
+                lost_base = to.base + part_row(args.num_splits, lengths_q.batch, args.inputs.num_heads, lengths_q.num_tokens, META)
+            tl.store(lost_base + to.rows, lost, mask=to.rows < to.len_q)
+    else:
+        lse = (row_max - OFFSET + tl.log2(row_sum)) * LN2
+    tl.store(to.base + to.rows, tl.where(to.rows < to.len_q, lse, float("-inf")), mask=to.rows < to.slot)
+
+
 @kernel
 def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     wait_for_previous(META.OVERLAPS)
@@ -233,58 +332,44 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     V0: tl.constexpr = META.V0
     V1: tl.constexpr = META.V1
-    inputs = args.inputs
-    lengths_q = inputs.lengths_q
-    lengths_kv = inputs.lengths_kv
-    batch = lengths_q.batch
-    num_heads = inputs.num_heads
-    num_splits = args.num_splits
-    out = args.out
-    lse_ptr = args.lse_ptr
     GROUP: tl.constexpr = META.GROUP
     QUERIES: tl.constexpr = BLOCK_M // GROUP
+    inputs = args.inputs
+    lengths_q = inputs.lengths_q
+    num_heads = inputs.num_heads
+    num_splits = args.num_splits
+    plan = args.plan
+    out = args.out
+    lse_ptr = args.lse_ptr
     blocks = tl.cdiv(lengths_q.max_seqlen, QUERIES)
     groups = num_heads
     if GROUP > 1:
         groups = num_heads // META.HEADS
     pid = tl.program_id(0)
-    plan = args.plan
-    split = None
+    split, piece = None, None
     if num_splits is not None:
         split = pid % num_splits
         pid = pid // num_splits
-        rows_before = part_row(split, batch, num_heads, lengths_q.num_tokens, META)
+        rows_before = part_row(split, lengths_q.batch, num_heads, lengths_q.num_tokens, META)
         part_ptr = out.ptr + rows_before * META.HEAD_DIM_V
         out = Rows(ptr=part_ptr, stride_b=out.stride_b, stride_s=out.stride_s, stride_h=out.stride_h)
         lse_ptr += rows_before
-    block = blocks - 1 - pid % blocks  # under a causal band the last block has the most work, so it is first
-    h = pid // blocks % groups
-    b = pid // blocks // groups
     if plan.before_ptr is not None:
         piece = piece_of_part(plan, pid)
         if piece.first >= piece.end:
             return
-        split = piece.first
-        block = piece.entry % blocks
-        h = piece.head
-        b = piece.entry // blocks
-    if GROUP > 1:
-        h = h * META.HEADS  # first head of the tile
-    heads = heads_of_tile(h, META)
-    place = (h * batch + b) * blocks + block  # index of a query block's partial maximum
-    if num_splits is not None:
-        place = place * num_splits + split
-    if plan.before_ptr is not None:
-        place = h * (plan.entries + plan.programs) + piece.entry + piece.program
+    tile = _tile_of(pid, split, piece, blocks, groups, META)
+    b, h, heads = tile.b, tile.h, tile.heads
+    place = _place_of_largest(tile, args)
     start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
-    first_row = block * QUERIES
+    start_kv, len_kv = load_sequence(inputs.lengths_kv, b, META.IS_RAGGED_KV)
+    first_row = tile.block * QUERIES
     rows = queries_of_tile(first_row, META)
     lse_base = lse_ptr + tl.cast(heads if META.IS_RAGGED_Q else b * num_heads + heads, tl.int64) * lengths_q.num_tokens + start_q
 
     slot_q = len_q
     if META.HAS_LENGTHS and plan.before_ptr is None:
-        padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, QUERIES, META.IS_RAGGED_Q)
+        padding = padding_rows(lengths_q, b, start_q, len_q, first_row, tile.block == blocks - 1, QUERIES, META.IS_RAGGED_Q)
         slot_q = padding.slot
         _clear_padding(args, padding, b, h, start_q, lse_ptr, out, META)
         if first_row >= len_q:
@@ -302,106 +387,49 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     v_base = row_pointer(inputs.v, b_kv, h_kv, start_kv, META)
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, heads[:, None] if GROUP > 1 else h, len_q, len_kv, shift, MODS, META)
-    q0 = load_tile(q_pointer, q_offsets, first_row * GROUP, len_q * GROUP, 0, META.QK0, META.HEAD_DIM_QK, True)
-    q1 = q0
-    if META.QK1 > 0:
-        q1 = load_tile(q_pointer, q_offsets, first_row * GROUP, len_q * GROUP, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
-    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
-    acc1 = acc0
-    if V1 > 0:
-        acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    q = load_parts(q_pointer, q_offsets, first_row * GROUP, len_q * GROUP, META.QK0, META.QK1, META.HEAD_DIM_QK)
 
     descale_q, v_t = 1.0, None
     if META.IS_FP8:
         descale_q = load_descale(inputs.scales.q, b, h, first_row, META)
-        v_t = transposed_head(args.v_t, b, h_kv, packed_start(lengths_kv, b, start_kv), META.IS_RAGGED_KV)
+        v_t = transposed_head(args.v_t, b, h_kv, packed_start(inputs.lengths_kv, b, start_kv), META.IS_RAGGED_KV)
 
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
-    if plan.before_ptr is not None:
-        visible = range_of_blocks(visible, piece.first, piece.end, META.BLOCK_N)
-    if num_splits is not None and META.BLOCK_SIZE_Q == 0:
-        visible = range_of_split(visible, split, num_splits, META.BLOCK_N, META.PIECE)
-    begin = visible.begin
-    full_begin, full_end = visible.full_begin, visible.full_end
-    rest_begin, end = full_end, visible.end
-    full, rest = None, None
-    if META.BLOCK_SIZE_Q > 0:
-        row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
-        row_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
-        full, rest = full_tiles(row_lists), other_tiles(row_lists)
-        end, full_end = row_lists.num_tiles, row_lists.num_full_tiles
-        full_begin, rest_begin = 0, 0
-        if num_splits is not None:
-            full_begin, full_end = share_of_split(full_end, split, num_splits)
-            rest_begin, end = share_of_split(end, split, num_splits)
+    visible = _visible_share(visible, tile, num_splits, META)
+    loops = key_loops(visible, args.lists, b, h, first_row, META)
+    if META.BLOCK_SIZE_Q > 0 and num_splits is not None:
+        loops = _loops_of_split(loops, split, num_splits)
     own_block = _Block(
         head=head,
         h_kv=h_kv,
         first_row=first_row,
-        q0=q0,
-        q1=q1,
+        q=q,
         descale_q=descale_q,
-        k_base=k_base,
-        k_step=k_step,
-        k_offsets=k_offsets,
-        v_base=v_base,
-        v_step=v_step,
-        v_offsets=v_offsets,
+        k=HeadRows(base=k_base, step=k_step, offsets=k_offsets),
+        v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
         v_t=v_t,
     )
-    sums = _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
-    # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys that its right side or the end cuts.
-    # With a block mask, 1: full blocks; 2: all other blocks.
-    for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):
-        tiles = TileRange(
-            begin=begin if phase == 0 else (full_begin if phase == 1 else rest_begin),
-            end=full_begin if phase == 0 else (full_end if phase == 1 else end),
-            listed=full if phase == 1 else rest,
-        )
-        sums = _attn_fwd_loop(sums, own_block, tiles, inputs, MODS, phase != 1, META)
-    row_max, row_sum = sums.row_max, sums.row_sum
+    acc = zero_parts(BLOCK_M, V0, V1)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sums = _Accumulators(acc0=acc.first, acc1=acc.second, row_sum=row_sum, row_max=row_max)
+    for LOOP in tl.static_range(first_loop(META), 3):
+        sums = _attn_fwd_loop(sums, own_block, loops[LOOP], inputs, MODS, LOOP != 1, META)
 
     is_real = rows < len_q
     if args.max_logit_ptr is not None:
-        largest = tl.max(tl.where(is_real, row_max, float("-inf")), 0) * (1.0 if META.IS_UNBOUNDED else LN2)
+        largest = tl.max(tl.where(is_real, sums.row_max, float("-inf")), 0) * (1.0 if META.IS_UNBOUNDED else LN2)
         tl.store(args.max_logit_ptr + place, largest)
-    rescale = tl.zeros([BLOCK_M], tl.float32) + (inputs.dropout.keep_scale if META.HAS_DROPOUT else 1.0)
-    OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
-    if META.HAS_SINK:
-        sink = load_sink(inputs.softmax_offset_ptr, heads, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
-        if split is not None:
-            sink = tl.where(split == 0, sink, float("-inf"))
-        row_max, row_sum, correction = _with_sink(row_max, row_sum, sink, OFFSET, META)
-        rescale *= correction
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
-    rescale = rescale / row_sum
-    if (META.IS_KV_FP8 and not META.HAS_TOKEN_SCALES_V) or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
-        rescale *= load_descale(inputs.scales.v, b, h_kv, 0, META)
+    row_max, row_sum, rescale = _normalised(sums.row_max, sums.row_sum, tile, h_kv, inputs, META)
     if plan.before_ptr is not None:  # `rows` are added to it
         lse_base = lse_ptr + first_row_of_part(plan, pid) + (rows - first_row) * GROUP + (heads - h) - rows
-    if META.IS_UNBOUNDED:
-        factor = exponent_factor(row_max)
-        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, OFFSET), row_sum)
-        if split is not None:
-            if plan.before_ptr is not None:
-                lost_base = lse_base + first_row_of_part(plan, plan.num_parts)
-            else:
-                lost_base = lse_base + part_row(num_splits, batch, num_heads, lengths_q.num_tokens, META)
-            tl.store(lost_base + rows, lost, mask=rows < len_q)
-    else:
-        lse = (row_max - OFFSET + tl.log2(row_sum)) * LN2
-    tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
+    _store_lse(row_max, row_sum, _LseRows(base=lse_base, rows=rows, len_q=len_q, slot=slot_q), tile, args, META)
     out_pointer = row_pointer(out, b, h, start_q + first_row, META)
     if plan.before_ptr is not None:
         out_pointer = row_pointer(out, pid, 0, 0, META)
-    out_offsets = offsets_of_tile(out, META)
-    out0 = tl.where(is_real[:, None], sums.acc0 * rescale[:, None], 0.0)
-    store_tile(out_pointer, out0, out_offsets, first_row * GROUP, slot_q * GROUP, 0, V0, META.HEAD_DIM_V)
-    if V1 > 0:
-        out1 = tl.where(is_real[:, None], sums.acc1 * rescale[:, None], 0.0)
-        store_tile(out_pointer, out1, out_offsets, first_row * GROUP, slot_q * GROUP, V0, V1, META.HEAD_DIM_V)
+    offsets, first, end = offsets_of_tile(out, META), first_row * GROUP, slot_q * GROUP
+    to = StoredRows(pointer=out_pointer, offsets=offsets, first=first, end=end, is_real=is_real[:, None])
+    store_parts(to, Parts(first=sums.acc0, second=sums.acc1), rescale[:, None], V0, V1, META.HEAD_DIM_V)
 
 
 def heads_of_a_tile(problem: Problem, tile: Tile, has_max_logit: bool = False) -> int:

@@ -393,8 +393,8 @@ def test_injected_fault_is_found_by_the_emulator(name: str, tmp_path: Path) -> N
 
 
 FAULTS = {
-    "every split has the sink": drop("tl.where(split == 0)"),
-    "every split has the first one's masked keys": assign("begin", "0", nth=0),
+    "every split has the sink": drop("tl.where(tile.split == 0)"),
+    "every split has the first one's keys": with_argument("range_of_split()", 1, "0"),
     "parts lie in each other's place": assign("lse_ptr", "0", nth=-1),
 }
 

@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "dk and dv: too few bytes are expected": (hopper_fp8_backward, with_argument("mbarrier.expect(BYTES)", 1, "Q_BYTES")),
     "dk and dv: q is released before dk has read it": (
         dkdv_consumer,
-        move("arrive(ds_empty)", before="warpgroup_mma_wait([dv, dk, p16, ds])", within="_consume_dkdv_rows"),
+        move("arrive(ds_empty)", before="_wait_for_sums(dv)", within="_consume_dkdv_rows"),
     ),
     "dk and dv: the gradients are stored without a fence": (
         dkdv_consumer,
