@@ -157,8 +157,6 @@ def _clear_dq(args, own, first_row, META: tl.constexpr):
 def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     # Runs program `pid` of the programs of dq
     BLOCK_M: tl.constexpr = META.BLOCK_M
-    QK0: tl.constexpr = META.QK0
-    QK1: tl.constexpr = META.QK1
     inputs = args.inputs
     statistics = args.statistics
     num_heads = inputs.num_heads
@@ -188,7 +186,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
 
     # The loads of q also start before the first wait.
-    q = load_parts(q_pointer, q_offsets, first_row, len_q, QK0, QK1, META.HEAD_DIM_QK)
+    q = load_parts(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK)
     dout = load_parts(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V)
     queries = Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q)
     scale_dout = inputs.scales.dout if META.IS_FP8 else None
@@ -216,7 +214,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
         k_t=k_t,
     )
-    dq = zero_parts(BLOCK_M, QK0, QK1)
+    dq = zero_parts(BLOCK_M, META.QK0, META.QK1)
     sums = _QuerySums(dq0=dq.first, dq1=dq.second, row_sum=tl.zeros([BLOCK_M], tl.float32))
     for LOOP in tl.static_range(first_loop(META), 3):
         tiles = loops[LOOP]
@@ -240,7 +238,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     is_real = (rows < len_q)[:, None] if META.HAS_LENGTHS else None
     dq_pointer = row_pointer(args.dq, b, h, start_q + first_row, META)
     to = StoredRows(pointer=dq_pointer, offsets=dq_offsets, first=first_row, end=slot_q, is_real=is_real)
-    store_parts(to, Parts(first=sums.dq0, second=sums.dq1), dq_scale[:, None], QK0, QK1, META.HEAD_DIM_QK)
+    store_parts(to, Parts(first=sums.dq0, second=sums.dq1), dq_scale[:, None], META.QK0, META.QK1, META.HEAD_DIM_QK)
 
 
 @kernel
@@ -418,10 +416,6 @@ def _cut_tiles(loops, part, META: tl.constexpr):
 def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     # Runs program `pid` of the programs of dk and dv
     BLOCK_N: tl.constexpr = META.BLOCK_N
-    QK0: tl.constexpr = META.QK0
-    QK1: tl.constexpr = META.QK1
-    V0: tl.constexpr = META.V0
-    V1: tl.constexpr = META.V1
     FIRST_PHASE: tl.constexpr = 1 if META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 else 0
     inputs = args.inputs
     lengths_q = inputs.lengths_q
@@ -440,9 +434,9 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         padding = padding_rows(inputs.lengths_kv, b, start_kv, len_kv, first_column, is_last, BLOCK_N, META.IS_RAGGED_KV)
         slot_kv = padding.slot
     if args.dk.ptr is not None:
-        dk_rows = _clear_gradient(args.dk, args.dk_stride_split, own, padding, QK0, QK1, META.HEAD_DIM_QK, META)
+        dk_rows = _clear_gradient(args.dk, args.dk_stride_split, own, padding, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
     if args.dv.ptr is not None:
-        dv_rows = _clear_gradient(args.dv, args.dv_stride_split, own, padding, V0, V1, META.HEAD_DIM_V, META)
+        dv_rows = _clear_gradient(args.dv, args.dv_stride_split, own, padding, META.V0, META.V1, META.HEAD_DIM_V, META)
     if first_column >= len_kv:
         return
 
@@ -452,18 +446,18 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     _, v_offsets = row_steps(inputs.v.stride_s, BLOCK_N, META)
     q_step, q_offsets = row_steps(inputs.q.stride_s, META.BLOCK_M, META)
     dout_step, dout_offsets = row_steps(args.dout.stride_s, META.BLOCK_M, META)
-    k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, QK0, META.HEAD_DIM_QK, True)
-    v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, 0, V0, META.HEAD_DIM_V, True)
+    k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
+    v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, 0, META.V0, META.HEAD_DIM_V, True)
     k1 = k0
-    if QK1 > 0:
-        k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, QK0, QK1, META.HEAD_DIM_QK, True)
+    if META.QK1 > 0:
+        k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
     v1 = v0
-    if V1 > 0:
-        v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, V0, V1, META.HEAD_DIM_V, True)
+    if META.V1 > 0:
+        v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, META.V0, META.V1, META.HEAD_DIM_V, True)
     k, v = Parts(first=k0, second=k1), Parts(first=v0, second=v1)
     key_block = _KeyBlock(h_kv=h_kv, first_column=first_column, k=k, v=v)
-    dk = zero_parts(BLOCK_N, QK0, QK1)
-    dv = zero_parts(BLOCK_N, V0, V1)
+    dk = zero_parts(BLOCK_N, META.QK0, META.QK1)
+    dv = zero_parts(BLOCK_N, META.V0, META.V1)
     sums = _KeySums(dk0=dk.first, dk1=dk.second, dv0=dv.first, dv1=dv.second)
 
     shift = (len_kv - len_q) * inputs.band.bottom_right
@@ -508,11 +502,11 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     if args.dk.ptr is not None:
         pointer = row_at(dk_rows, first_column)
         to = StoredRows(pointer=pointer, offsets=dk_rows.offsets, first=first_column, end=slot_kv, is_real=is_real)
-        store_parts(to, Parts(first=sums.dk0, second=sums.dk1), inputs.scores.scale, QK0, QK1, META.HEAD_DIM_QK)
+        store_parts(to, Parts(first=sums.dk0, second=sums.dk1), inputs.scores.scale, META.QK0, META.QK1, META.HEAD_DIM_QK)
     if args.dv.ptr is not None:
         pointer = row_at(dv_rows, first_column)
         to = StoredRows(pointer=pointer, offsets=dv_rows.offsets, first=first_column, end=slot_kv, is_real=is_real)
-        store_parts(to, Parts(first=sums.dv0, second=sums.dv1), None, V0, V1, META.HEAD_DIM_V)
+        store_parts(to, Parts(first=sums.dv0, second=sums.dv1), None, META.V0, META.V1, META.HEAD_DIM_V)
 
 
 @kernel

@@ -330,8 +330,6 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     wait_for_previous(META.OVERLAPS)
     let_next_begin(META.OVERLAPS)
     BLOCK_M: tl.constexpr = META.BLOCK_M
-    V0: tl.constexpr = META.V0
-    V1: tl.constexpr = META.V1
     GROUP: tl.constexpr = META.GROUP
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     inputs = args.inputs
@@ -409,7 +407,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
         v_t=v_t,
     )
-    acc = zero_parts(BLOCK_M, V0, V1)
+    acc = zero_parts(BLOCK_M, META.V0, META.V1)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = _Accumulators(acc0=acc.first, acc1=acc.second, row_sum=row_sum, row_max=row_max)
@@ -429,7 +427,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         out_pointer = row_pointer(out, pid, 0, 0, META)
     offsets, first, end = offsets_of_tile(out, META), first_row * GROUP, slot_q * GROUP
     to = StoredRows(pointer=out_pointer, offsets=offsets, first=first, end=end, is_real=is_real[:, None])
-    store_parts(to, Parts(first=sums.acc0, second=sums.acc1), rescale[:, None], V0, V1, META.HEAD_DIM_V)
+    store_parts(to, Parts(first=sums.acc0, second=sums.acc1), rescale[:, None], META.V0, META.V1, META.HEAD_DIM_V)
 
 
 def heads_of_a_tile(problem: Problem, tile: Tile, has_max_logit: bool = False) -> int:
