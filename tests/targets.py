@@ -49,7 +49,9 @@ class Target(NamedTuple):
 TARGETS = [
     Target("lines of source", most=65_000),
     Target("lines in the wheel", most=61_000),
-    Target("lines of device code, without mma and later features", most=8_000, holds=True),
+    # head dims of two parts came after the targets
+    Target("lines of device code, without mma and later features", most=8_250, holds=True),
+    Target("lines of device code for few keys", most=220, holds=True),  # a feature that came after the targets
     Target("lines of device code for mma.sync", most=750, holds=True),  # a family for GPUs that had none when the targets were set
     Target("lines of device code for lists of keys", most=450, holds=True),  # a feature that came after the targets
     Target("lines of device code for second derivatives", most=380, holds=True),  # likewise
@@ -107,9 +109,10 @@ def measured(root: Path) -> dict[str, float]:
         "lines of source": sum(map(_length, source)),
         "lines in the wheel": sum(_length(module) for module in source if is_in_wheel(module, root)),
         "lines of device code, without mma and later features": sum(
-            path.parts[1] not in ("mma", "second_order", "sparse") for path, _ in device_lines
+            path.parts[1] not in ("mma", "second_order", "sparse") and path.stem != "few_keys" for path, _ in device_lines
         ),
         "lines of device code for second derivatives": sum(path.parts[1] == "second_order" for path, _ in device_lines),
+        "lines of device code for few keys": sum(path.stem == "few_keys" for path, _ in device_lines),
         "lines of device code for mma.sync": sum(path.parts[1] == "mma" for path, _ in device_lines),
         "lines of device code for lists of keys": sum(path.parts[1] == "sparse" for path, _ in device_lines),
         "lines of tests": sum(_length(module) for module in found if module.path.parts[0] == "tests"),
