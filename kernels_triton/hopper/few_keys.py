@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.tiles import HopperTile
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import key_block
@@ -41,7 +42,6 @@ from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, alloca
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair, origin_of
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.softmax import softmax, sums_of_threads
-from flexattn.kernels_triton.gluon.tile_scheduler import sequence_of
 from flexattn.kernels_triton.hopper.forward_parts import begin_values, scaled_parts, store_out, wait_for_values, zero_parts
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.launch import hopper_kernel

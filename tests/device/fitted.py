@@ -22,7 +22,8 @@ from flexattn.bench import harness
 from flexattn.bench.measure import time_on_device
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
-from flexattn.kernels_triton.common.tiles import HOPPER_FUSED_160, HOPPER_FUSED_FITTED, select_fitted_tile
+from flexattn.kernels_triton.common.tiles import FEW_KEYS, HOPPER_FUSED_160, HOPPER_FUSED_FITTED, select_fitted_tile
+from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper.backward_fused import fused_backward
 from flexattn.kernels_triton.hopper.backward_fused_192 import fused_192_backward
 from flexattn.kernels_triton.hopper.forward import hopper_forward
@@ -48,6 +49,12 @@ SHAPES = (
     Shape(64, 256, 256, 16, causal=False),
     Shape(2, 16384, 16384, 8, causal=True),
 )
+FEW = {
+    64: Shape(16, 4096, 77, 8, causal=False),
+    40: Shape(16, 4096, 77, 8, causal=False),
+    112: Shape(8, 4096, 120, 20, causal=False),
+}
+"""Shapes with few keys, by head dim; forward alone."""
 
 
 class Call(NamedTuple):
@@ -72,7 +79,12 @@ def forwards(call: Forward) -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"today: {today.family.name}", lambda: today.family.run(call, today.tile)
     x = call.problem
     tile = select_fitted_tile(x.q.shape[-1], x.v.shape[-1], is_modified=False)
-    if tile is not None:
+    few = conditions.fitted_forward_tile(x) if x.longest_kv <= FEW_KEYS else None
+    if few is not None:
+        yield "few keys", lambda: hopper_forward(x, call.out, call.lse, tile=few)
+        committed = conditions.forward_tile(x)
+        yield "sm_90", lambda: hopper_forward(x, call.out, call.lse, tile=committed)
+    elif tile is not None:
         tiles = {"fitted": tile, "fitted, lazy": replace(tile, is_lazy=True)}
         if tile.head_dim_v <= 96:
             narrow = replace(tile, block_m=192, block_n=64, registers=160, is_lazy=True)
@@ -116,6 +128,10 @@ def measure(options: argparse.Namespace) -> int:
     end = time.monotonic() + 60.0 * options.minutes
     out: Path | None = options.out
     run = harness.Run("tests.device.fitted", __doc__, out)
+    for head_dim, shape in FEW.items():
+        call = call_of(shape, head_dim)
+        facts = {"head_dim": head_dim, **shape._asdict(), "direction": "forward"}
+        add_rows(run, dict(forwards(call.forward)), call, facts, 4.0 * call.forward.out.numel() * shape.keys, options.budget_ms)
     for head_dim in options.head_dims:
         for shape in SHAPES:
             call = call_of(shape, head_dim)

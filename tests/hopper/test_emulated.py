@@ -386,7 +386,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         fused_consumer,
         drop("wait_written(last)", within="_consume_block", nth=0),
     ),
-    "one pass: ds is read without a fence": (fused_consumer, drop("fence_async_shared()", within="_consume_block", nth=1)),
+    "one pass: ds is read without a fence": (fused_consumer, drop("fence_async_shared()", within="_consume_block", nth=0)),
     "one pass, two tiles of dq: ds is overwritten before the other warpgroup's dq has read it": (
         fused_consumer,
         drop("wait_read(current)"),
@@ -401,7 +401,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "one pass: k is overwritten while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "one pass: q is released before dk has read it": (
         fused_consumer,
-        move("release(q_empty)", before="_wait_for_sums(dk)", nth=0),
+        move("release(q_empty)", before="_wait_for_sums(dk)", within="_consume_block"),
     ),
     "persistent: a block is drawn twice": (fused_loader, assign("t", "0", within="load_fused", nth=3)),
     "persistent: a block is left out": (fused_loader, with_argument("gl.atomic_add(work.table_ptr)", 1, "2", nth=1)),
@@ -413,9 +413,9 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "persistent, d 128: dv is stored before it is written": (fused_loader, drop("wait_full(dkdv_full)")),
     "persistent: k of the block before is multiplied": (
         fused_consumer,
-        assign("k_tile", "2 * ((begun.blocks + 1) % META.K_STAGES)", within="_consume_block"),
+        assign("k_tile", "2 * ((begun.blocks + 1) % META.K_STAGES)", within="_consumer_of"),
     ),
-    "persistent: stages are counted anew in each block": (fused_consumer, assign("n", "m_block", within="_consume_block", nth=0)),
+    "persistent: stages are counted anew in each block": (fused_consumer, assign("n", "m_block", within="_iteration", nth=0)),
     "persistent, d 64: q that the last product reads for nothing is overwritten": (
         fused_consumer,
         with_argument("mbarrier.arrive(q_empty)", "pred", "True"),

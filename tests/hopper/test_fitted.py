@@ -357,3 +357,12 @@ def test_the_timed_kernels_launch(head_dim: int) -> None:
                 names.setdefault(direction, []).append(name)
     assert all(first.startswith("today") for first, *_ in names.values())
     assert len(names["forward"]) > 1 or head_dim == 112
+
+
+@pytest.mark.parametrize("head_dim", fitted.FEW)
+def test_the_timed_kernels_of_few_keys_launch(head_dim: int) -> None:
+    with pretended_device(90, 132), recorded_launches():
+        kernels = dict(fitted.forwards(fitted.call_of(fitted.FEW[head_dim], head_dim, "meta").forward))
+        for kernel in kernels.values():
+            kernel()
+    assert list(kernels)[1:] == ["few keys", "sm_90"]

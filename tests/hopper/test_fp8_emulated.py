@@ -464,7 +464,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "the factors are written before the last ones have been read": (hopper_fp8_fused, drop("wait(q_empty)", nth=0)),
     "q is released before dk has read it": (
         fused_consumer,
-        move("release(q_empty)", before="_wait_for_sums(dk)", nth=0),
+        move("release(q_empty)", before="_wait_for_sums(dk)", within="_consume_block"),
     ),
     "ds is read without a fence": (fused_consumer, drop("fence_async_shared()", nth=1)),
     "dq is summed before the other half of ds is there": (
