@@ -287,7 +287,7 @@ _MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | 
         (128, ("modified", "loaded"), False, (4096, None), None, 1.28),
     ),
 }
-"""Speed of the kernels for mma.sync beside the portable ones, by family, capability and file. A row has the head dim, masks, whether
+"""Speed of the kernels for mma.sync beside the portable ones, by family, capability and file. A row has the head dim, masks, if
 sequences are packed, queries, the fewest keys, and the speed. `python -m flexattn bench --emit-rows` prints the rules."""
 
 _SDPA_BESIDE_MMA: dict[tuple[Any, str], tuple[tuple[str, str, int, Range, float], ...]] = {
@@ -308,7 +308,7 @@ _SDPA_BESIDE_MMA: dict[tuple[Any, str], tuple[tuple[str, str, int, Range, float]
         ("backward", "open", 96, (1024, 4096), 1.12),
     ),
 }
-"""Speed of PyTorch's FlashAttention-2 beside those kernels, by capability and file. A row has the direction, the mask, the head dim,
+"""Speed of FlashAttention-2 beside those kernels, by capability and file. A row has the direction, the mask, the head dim,
 tokens, and the speed."""
 
 # fmt: off
