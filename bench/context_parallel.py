@@ -145,7 +145,7 @@ class Ranks:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def milliseconds(self, call: Callable[[], Any]) -> Tensor:
+    def milliseconds(self, call: Callable[[], object]) -> Tensor:
         """Returns the times of calls in a row, [ranks, calls]."""
         call()
         self.synchronize()
@@ -170,7 +170,7 @@ class Ranks:
             times.append(time.perf_counter())
         return self.gathered([1e3 * (b - a) for a, b in itertools.pairwise(times)])
 
-    def peak_mib(self, call: Callable[[], Any]) -> float | None:
+    def peak_mib(self, call: Callable[[], object]) -> float | None:
         if not self.on_gpu:
             return None
         torch.cuda.reset_peak_memory_stats()
@@ -182,7 +182,7 @@ class Ranks:
         """Returns the memory of a rank that others read, in MiB. It is kept between calls: the most that any call needed."""
         return peer_memory.shared_bytes(dist.group.WORLD, self.device) / 2**20
 
-    def host_us(self, call: Callable[[], Any]) -> float:
+    def host_us(self, call: Callable[[], object]) -> float:
         """Returns the median time until a call returns if the device's queue is empty, of the slowest rank."""
 
         def wait() -> None:
@@ -197,7 +197,7 @@ class Implementation(NamedTuple):
     call: Call
     plan: distributed.Plan
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    facts: dict[str, Any] = {}  # noqa: RUF012  # nothing writes to it
+    facts: Row = {}  # noqa: RUF012  # nothing writes to it
     is_captured: bool = False  # in a CUDA graph
 
 
@@ -220,7 +220,7 @@ class Steps(NamedTuple):
         return Steps(_replaying(self.forward), _replaying(self.both))
 
 
-def capture_step(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture_step(step: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
     """Captures a call over ranks in a graph, after three calls on another stream; returns the graph and its results."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -237,7 +237,7 @@ def capture_step(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, results
 
 
-def _replaying(step: Callable[[], Any]) -> Callable[[], Any]:
+def _replaying(step: Callable[[], object]) -> Callable[[], Any]:
     graph, results = capture_step(step)
 
     def replay() -> Any:
@@ -302,7 +302,7 @@ def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
     for name in PEERS:
         _, kernel, how = name.split(", ")
         context = functools.partial(_torch_context, cell.length, ranks, how)
-        facts: tuple[dict[str, Any], ...] = ({}, {"keys": "repeated for each query head"})
+        facts: tuple[Row, ...] = ({}, {"keys": "repeated for each query head"})
         found[name] = [
             Implementation(_sdpa(kernel, grouped), plan, context, of) for grouped, of in zip((True, False), facts, strict=True)
         ]
@@ -334,7 +334,7 @@ class Comparison:
             ranks.synchronize()
         area = distributed.plan(1, **self.whole.plan_arguments).area(0)
         flops = 4 * area * cell.heads * cell.head_dim
-        self.row: dict[str, Any] = {"implementation": "one GPU", "ranks": 1, "status": "measured", "scores": area}
+        self.row: Row = {"implementation": "one GPU", "ranks": 1, "status": "measured", "scores": area}
         self.one, self.flops = one, flops
         self.measure_one()
         self.row["peak_mib"] = ranks.peak_mib(lambda: both(one, self.whole.qkv, self.whole.dout))
@@ -349,7 +349,7 @@ class Comparison:
             self.row |= {f"{direction}_ms": mean, f"{direction}_ms_by_rank": taken}
             self.row[f"{direction}_tflops"] = products * self.flops / mean * 1e-9
 
-    def compared(self, row: dict[str, Any]) -> dict[str, Any]:
+    def compared(self, row: Row) -> Row:
         """Adds the efficiencies to a row."""
         for direction in ("forward", "both"):
             if row["status"] == "measured" and row["ranks"] > 1:
@@ -359,9 +359,9 @@ class Comparison:
     def _times(self, steps: Steps) -> dict[str, Tensor]:
         return {"forward": self.ranks.milliseconds(steps.forward), "both": self.ranks.milliseconds(steps.both)}
 
-    def tried(self, ways: list[Implementation]) -> dict[str, Any]:
+    def tried(self, ways: list[Implementation]) -> Row:
         """Returns the measurement of the first way that runs, or the reason if none does."""
-        row: dict[str, Any] = {}
+        row: Row = {}
         for way in ways:
             row, reason = self.measured(way), ""
             if row["status"] != "refused":
@@ -369,13 +369,13 @@ class Comparison:
             reason = row["reason"]
         return {"status": "refused", "ranks": self.ranks.count, "reason": reason}
 
-    def measured(self, way: Implementation) -> dict[str, Any]:
+    def measured(self, way: Implementation) -> Row:
         ranks, packed = self.ranks, way.plan.is_packed
         parts = distributed.shard(way.plan, *self.whole.qkv, self.whole.dout)
         assert isinstance(parts, tuple)
         *qkv, dout = parts
         steps = Steps.of(way.call, tuple(qkv), dout)
-        row: dict[str, Any] = {"ranks": ranks.count, **way.facts}
+        row: Row = {"ranks": ranks.count, **way.facts}
         reason, got = "", None
         with way.context():
             try:
@@ -409,7 +409,7 @@ class Comparison:
         return self.compared(row)
 
 
-def line_of(row: dict[str, Any]) -> str:
+def line_of(row: Row) -> str:
     if row["status"] != "measured":
         return f"{row['status']}: {row.get('reason', row.get('errors'))}"
     shares = "".join(f" ({row[f'{way}_efficiency']:.3f})" if f"{way}_efficiency" in row else "" for way in ("forward",))
@@ -445,7 +445,7 @@ def main(argv: list[str] | None = None) -> int:
     versions: dict[str, Any] = record.versions()
     if ranks.on_gpu:
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    facts: dict[str, Any] = {
+    facts: Row = {
         "ranks": ranks.count,
         "versions": versions,
         "settings": {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},

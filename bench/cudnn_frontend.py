@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -49,14 +50,14 @@ def prepare_cudnn(workload: Workload, tensors: Tensors, direction: str) -> Prepa
     return Prepared(results, run)
 
 
-def _graph(cudnn: Any, handle: Any, dtype: torch.dtype) -> Any:
+def _graph(cudnn: ModuleType, handle: object, dtype: torch.dtype) -> Any:
     io = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
     fp32 = cudnn.data_type.FLOAT
     return cudnn.pygraph(io_data_type=io, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
 
 
 def _forward_graph(
-    cudnn: Any, handle: Any, workload: Workload, inputs: tuple[Tensor, ...], out: Tensor, stats: Tensor | None
+    cudnn: ModuleType, handle: object, workload: Workload, inputs: tuple[Tensor, ...], out: Tensor, stats: Tensor | None
 ) -> Any:
     from flexattn.kernels_cudnn.graphs import band_arguments
 
@@ -72,7 +73,9 @@ def _forward_graph(
     return _executable(cudnn, handle, graph, pack)
 
 
-def _backward_graph(cudnn: Any, handle: Any, workload: Workload, inputs: tuple[Tensor, ...], gradients: list[Tensor]) -> Any:
+def _backward_graph(
+    cudnn: ModuleType, handle: object, workload: Workload, inputs: tuple[Tensor, ...], gradients: list[Tensor]
+) -> Any:
     from flexattn.kernels_cudnn.graphs import band_arguments
 
     graph = _graph(cudnn, handle, gradients[0].dtype)
@@ -84,7 +87,7 @@ def _backward_graph(cudnn: Any, handle: Any, workload: Workload, inputs: tuple[T
     return _executable(cudnn, handle, graph, dict(zip([*symbols, *outputs], [*inputs, *gradients], strict=True)))
 
 
-def _executable(cudnn: Any, handle: Any, graph: Any, pack: dict[Any, Tensor]) -> Any:
+def _executable(cudnn: ModuleType, handle: object, graph: Any, pack: dict[object, Tensor]) -> Any:
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])

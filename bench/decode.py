@@ -17,14 +17,14 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.bench.decode_cells import CELLS, DTYPE, Cell, Step, bytes_of, exact, flops_of, make_steps
 from flexattn.bench.decode_peers import peers
-from flexattn.bench.harness import Row, Run, event_times, host_us, in_turns, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Call, Row, Run, event_times, host_us, in_turns, make_parser, need_gpu, quartiles
 from flexattn.bench.implementations import Unavailable
 
 FLUSH_BYTES = 2**28  # written before each replay: empties L2
@@ -33,14 +33,12 @@ ROUNDS, CALLS = 5, 8  # turns of each implementation, and replays in each
 SLOW_US = 5000.0  # if a replay takes longer, a turn is one replay, and the host's time is not measured
 WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 
-Call = Callable[[], Any]
-
 
 def implementations(cell: Cell, paged: Step, dense: Step) -> dict[str, Callable[[], Call]]:
     """Returns functions that prepare a call of the cell, by name. If a peer cannot run it, its function raises Unavailable."""
     from flexattn import attention, attention_with_prefix
 
-    def ours(step: Step, **more: Any) -> Callable[[], Call]:
+    def ours(step: Step, **more: object) -> Callable[[], Call]:
         return lambda: functools.partial(attention, step.q, step.k, step.v, **step.where, **more)
 
     functions = {"flexattn": ours(paged, backend="triton")}

@@ -118,7 +118,7 @@ def _of_later_sequences(mask_mod: Mask, first: int) -> Mask:
     return lambda b, h, i, j: mask_mod(b + first, h, i, j)
 
 
-def _options(cell: Cell, lengths: Tensor) -> dict[str, Any]:
+def _options(cell: Cell, lengths: Tensor) -> dict[str, object]:
     device, own = lengths.device, cell.queries[0]
     sinks = {"softmax_type": "learnable", "softmax_offset": torch.linspace(-1, 1, cell.heads, device=device)}
     nodes = torch.rand(len(cell.keys), own, own, device=device) < 0.5

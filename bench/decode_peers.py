@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexattn import compat
 from flexattn.bench.decode_cells import GARBAGE, SOFTCAP, WINDOW, Cell, Step
+from flexattn.bench.harness import Call
 from flexattn.bench.implementations import Unavailable
 from flexattn.bench.peers import compiled_flex, import_peer
 from flexattn.bench.record import installed
@@ -27,8 +28,6 @@ VLLM_SEGMENTS = (
 )
 VLLM_PROGRAMS = 128
 SGLANG_SPLITS = (8, 32)  # parts of a sequence's keys; the server's default is 8
-
-Call = Callable[[], Any]
 
 
 class Peer(NamedTuple):

@@ -16,6 +16,7 @@ from flexattn.bench import record
 
 K = TypeVar("K", bound=Hashable)
 Row = dict[str, Any]
+Call = Callable[[], Any]
 
 
 def make_parser(method: str | None) -> argparse.ArgumentParser:

@@ -129,7 +129,7 @@ def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
 
 
 def implementations(
-    kind: str, others: dict[str, Any], mask: str, tensors: list[Tensor], has_gpu: bool, has_flex: bool
+    kind: str, others: dict[str, object], mask: str, tensors: list[Tensor], has_gpu: bool, has_flex: bool
 ) -> dict[str, Callable[..., Tensor]]:
     import flexattn
     from flexattn.dispatch.cudnn_backend import library_error

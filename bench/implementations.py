@@ -95,7 +95,7 @@ def differentiable(
     return prepare
 
 
-def attention_of(backend: str, workload: Workload, tensors: Tensors, **more: Any) -> Attend:
+def attention_of(backend: str, workload: Workload, tensors: Tensors, **more: object) -> Attend:
     """Returns attention() on a backend with the workload's arguments and `more`."""
 
     made = arguments_of(workload, tensors) | {"backend": backend, **more}
@@ -122,7 +122,7 @@ def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 def with_wish(wish: str, prepare: Callable[[Workload, Tensors, str], Prepared]) -> Callable[[Workload, Tensors, str], Prepared]:
     """Returns `prepare` with FLEXATTN_HOPPER=`wish`, which each call reads."""
 
-    def wished(call: Callable[[], Any]) -> Callable[[], Any]:
+    def wished(call: Callable[[], object]) -> Callable[[], Any]:
         def run() -> Any:
             with environment({"FLEXATTN_HOPPER": wish}):
                 return call()

@@ -24,7 +24,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from flexattn.bench import implementations, record
-from flexattn.bench.harness import in_turns, make_parser, need_gpu
+from flexattn.bench.harness import Call, in_turns, make_parser, need_gpu
 from flexattn.bench.implementations import Implementation, Prepared, Unavailable
 from flexattn.bench.inputs import Tensors
 from flexattn.bench.measure import Samples
@@ -41,8 +41,6 @@ METHOD = {
     False: "wall time of enqueued calls, from the start of the first to the end of the last, divided by their number",
     True: "sum of the kernels, copies and fills that CUPTI records, divided by the number of calls",
 }
-
-Call = Callable[[], Any]
 
 
 def prepare(make: Callable[[Workload], Callable[..., Any]], workload: Workload, tensors: Tensors, direction: str) -> Prepared:
@@ -68,7 +66,7 @@ def prepare(make: Callable[[Workload], Callable[..., Any]], workload: Workload, 
     return Prepared(results, call)
 
 
-def wait(result: Any) -> Any:
+def wait(result: object) -> Any:
     """Returns the results of a call of JAX or torch when the device has ended."""
     import jax
 
@@ -87,7 +85,7 @@ def calls_from_jax() -> list[Implementation]:
         mask: Any = workload.attn_mask_type
         return functools.partial(flexattn.jax.attention, attn_mask_type=mask)
 
-    def theirs(kind: str, workload: Workload) -> Callable[..., Any]:
+    def theirs(kind: str, workload: Workload) -> Callable[..., object]:
         if kind == "xla" and workload.seqlen_kv > LONGEST_OF_XLA:
             raise Unavailable(f"it stores all scores, and is measured up to {LONGEST_OF_XLA} keys")
         return functools.partial(jax.nn.dot_product_attention, is_causal=workload.is_causal, implementation=kind)

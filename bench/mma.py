@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,7 +53,15 @@ CANDIDATES: dict[str, dict[int, tuple[str, ...]]] = {
     "backward": {
         64: ("32x128x4x2 4-4-2 v", "128x128x8x2 4-4-4", "64x128x8x2 4-4-2", "64x64x4x2 4-4-2 v"),
         96: ("64x128x8x2 4-4-2", "32x64x4x2 4-4-2 v", "64x64x8x2 4-2-2"),
-        128: ("64x128x8x2 4-4-2", "64x128x8x2 4-2-2", "32x64x4x2 4-4-2 v", "64x64x8x2 4-2-2"),
+        128: (
+            "64x128x8x2 4-4-2",
+            "64x128x8x2 4-2-2",
+            "32x64x4x2 4-4-2 v",
+            "32x128x8x2 4-4-2 v",
+            "32x128x8x1 8-8-2 v",
+            "64x64x8x2 4-4-2 v",
+            "64x64x8x2 4-2-2",
+        ),
         256: ("64x64x8x1 4-2-2", "64x64x8x1 4-4-2", "32x64x8x1 4-2-1 v", "64x32x8x1 2-2-2 v"),
     },
     "dq": {
@@ -176,32 +185,33 @@ def cells(found: Record) -> list[Cell]:
     return [Cell(found.workloads[w], d, {n: row.us for n, row in by_name.items() if row.us is not None}) for w, d, by_name in rows]
 
 
-def table(found: Record) -> Table:
-    """Returns the speed of the kernels for mma.sync beside each other implementation, by workload."""
+def table(*found: Record) -> Table:
+    """Returns the speed of the kernels for mma.sync beside each other implementation. Lengths of a workload share a row."""
     others = (FLASH, FLEX, PORTABLE)
-    rows: dict[str, dict[str, Cell]] = {}
-    for cell in cells(found):
-        rows.setdefault(cell.workload.name, {})[cell.direction] = cell
-    lines = []
-    for by_direction in rows.values():
-        directions = [by_direction.get(direction) for direction in ("forward", "backward")]
-        speeds = [_speed(cell and cell.speed(other)) for cell in directions for other in others]
-        if any(text != "-" for text in speeds):
-            workload = next(iter(by_direction.values())).workload
-            lines.append((title_of(workload), speeds))
-    columns = [f"{direction}: {other.removeprefix('flexattn ')}" for direction in ("forward", "backward") for other in others]
-    return Table("", columns, lines)
+    columns = [(direction, other) for direction in ("forward", "backward") for other in others]
+    rows: dict[str, dict[tuple[str, str], list[float]]] = {}
+    for cell in itertools.chain.from_iterable(map(cells, found)):
+        for other in others:
+            if (speed := cell.speed(other)) is not None:
+                title = re.sub(r", [\d,]+ tokens$", "", title_of(cell.workload))
+                rows.setdefault(title, {}).setdefault((cell.direction, other), []).append(speed)
+    lines = [(title, [_mean(speeds.get(column)) for column in columns]) for title, speeds in rows.items()]
+    return Table("", [f"{direction}: {other.removeprefix('flexattn ')}" for direction, other in columns], lines)
 
 
-def _speed(speed: float | None) -> str:
-    return "-" if speed is None else f"{speed:.2f}"
+def _mean(speeds: list[float] | None) -> str:
+    return f"{geometric_mean(speeds):.2f}" if speeds else "-"
 
 
-def claim(found: Record) -> str:
+def claim(*found: Record) -> str:
     """Returns the sentence above the table."""
-    speeds = {other: [s for cell in cells(found) if (s := cell.speed(other)) is not None] for other in (FLASH, FLEX, PORTABLE)}
-    parts = [f"{sum(s > 1 for s in every)} of {len(every)} cells beside {other}" for other, every in speeds.items() if every]
-    return f"In a run of {found.device['name']}, the kernels for mma.sync are faster in {', '.join(parts)}."
+    every = list(itertools.chain.from_iterable(map(cells, found)))
+    speeds = {other: [s for cell in every if (s := cell.speed(other)) is not None] for other in (FLASH, FLEX, PORTABLE)}
+    names = {FLASH: "PyTorch's FlashAttention-2", PORTABLE: "the portable kernels"}
+    *first, last = (
+        f"beside {names.get(other, other)} in {sum(s > 1 for s in own)} of {len(own)}" for other, own in speeds.items() if own
+    )
+    return f"As {found[0].device['name']}, the kernels for mma.sync are faster {', '.join(first)} and {last} cells."
 
 
 def tile_lines(found: Record) -> list[str]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flexattn.bench import charts, mma, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
 from flexattn.bench.model_tables import model_tables, without_times
 from flexattn.bench.peers import needs_dense_mask
-from flexattn.bench.record import Record
+from flexattn.bench.record import Content, Record
 from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
 from flexattn.bench.tables import (
     AUTO,
@@ -36,7 +36,7 @@ from flexattn.bench.transformers_models import LARGE
 
 RESULTS = Path(__file__).parent / "results"
 MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
-OLDER = {"mma_sm_80_h200.json": "A100", "mma_sm_89_h200.json": "RTX 40, L4 and L40"}  # with the GPUs whose code they time
+OLDER = {"an A100": ["mma_sm_80_h200.json"], "RTX 40, L4 and L40": ["mma_sm_89_h200.json"]}  # by the GPUs whose code they time
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
 PUBLISHED = "models_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
@@ -64,9 +64,9 @@ class Sources(NamedTuple):
     main: Record
     second: Record
     memory: Record
-    decode: Mapping[str, Any]
-    steps: Mapping[str, Any]
-    older: Mapping[str, Record]  # by file, as far as there are any
+    decode: Content
+    steps: Content
+    older: Mapping[str, Sequence[Record]]  # by the GPUs whose code they time
     models: Record | None = None
 
 
@@ -75,7 +75,7 @@ def sources() -> Sources:
     """Reads the result files. Raises OSError outside of a checkout, because only a checkout has them."""
     main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
     decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
-    older = {name: record.read(RESULTS / name) for name in OLDER if (RESULTS / name).is_file()}
+    older = {gpus: [record.read(RESULTS / name) for name in names] for gpus, names in OLDER.items()}
     models = record.read(RESULTS / PUBLISHED) if (RESULTS / PUBLISHED).is_file() else None
     return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older, models)
 
@@ -97,7 +97,7 @@ def claim(found: Record) -> str:
     )
 
 
-def llama_step(steps: Mapping[str, Any]) -> str:
+def llama_step(steps: Content) -> str:
     """Returns the sentence on packed training in transformers."""
     ms = {r["implementation"]: r["ms"] for r in steps["rows"] if (r["model"], r.get("batch")) == ("llama", "packed") and "ms" in r}
     return (
@@ -181,7 +181,7 @@ def plots(found: Sources) -> dict[str, str]:
     }
 
 
-def _decode_times(decode: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _decode_times(decode: Content) -> dict[str, dict[str, float]]:
     """Returns microseconds by cell, then by name: of implementations that are one peer the fastest."""
     found: dict[str, dict[str, float]] = {}
     for cell in CELLS:
@@ -191,7 +191,7 @@ def _decode_times(decode: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _decode_plot(decode: Mapping[str, Any]) -> str:
+def _decode_plot(decode: Content) -> str:
     times = _decode_times(decode)
     panels = [
         Panel(
@@ -205,7 +205,7 @@ def _decode_plot(decode: Mapping[str, Any]) -> str:
     return charts.bar_chart(f"Decode on {decode['device']['name']}: time of a call, shorter is faster", panels, "microseconds")
 
 
-def _steps_plot(steps: Mapping[str, Any]) -> str:
+def _steps_plot(steps: Content) -> str:
     panels = []
     colours = {"flexattn": COLOURS[AUTO], "sdpa": COLOURS["SDPA cuDNN"]}
     for model, title in MODELS.items():
@@ -265,7 +265,7 @@ def slower_table(found: Record) -> Table:
     return Table("", ["speed", "faster implementation"], rows)
 
 
-def decode_table(decode: Mapping[str, Any]) -> Table:
+def decode_table(decode: Content) -> Table:
     """Returns flexattn's microseconds, and its speed relative to each peer."""
     rows = [
         (cell, [_microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in DECODE_PEERS)])
@@ -326,7 +326,8 @@ def _plain(text: str) -> str:
 def _sources(found: Sources) -> str:
     lines = []
     published = {} if found.models is None else {PUBLISHED: found.models}
-    for name, run in ((MAIN, found.main), (SECOND, found.second), *found.older.items(), *published.items()):
+    older = [pair for gpus, runs in found.older.items() for pair in zip(OLDER[gpus], runs, strict=True)]
+    for name, run in ((MAIN, found.main), (SECOND, found.second), *older, *published.items()):
         versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
         lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
@@ -359,10 +360,11 @@ def _ceiling(found: Sources) -> str:
     )
 
 
-def older_gpus(runs: Mapping[str, Record]) -> str:
-    """Returns a sentence and a table for each run of code for mma.sync."""
+def older_gpus(runs: Mapping[str, Sequence[Record]]) -> str:
+    """Returns a sentence and a table for the code of each kind of GPU."""
     parts = (
-        f"{mma.claim(run)} This is code for {OLDER[name]}.\n\n{mma.table(run).markdown('workload')}" for name, run in runs.items()
+        f"{mma.claim(*found)} This is the code for {gpus}.\n\n{mma.table(*found).markdown('workload')}"
+        for gpus, found in runs.items()
     )
     return "\n\n".join(parts)
 
@@ -396,7 +398,7 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 
 def needed_blocks(found: Sources) -> list[str]:
     """Returns the names of the page's blocks. Runs that have no file yet have none."""
-    has_run = {"models": found.models, "older GPUs": found.older}
+    has_run = {"models": found.models}
     return [name for name in BLOCKS if has_run.get(name, True)]
 
 

@@ -60,6 +60,9 @@ class Row(NamedTuple):
     peak_mib: float | None = None
 
 
+Content = Mapping[str, Any]  # a result file, as read
+
+
 class Record(NamedTuple):
     command: str
     started: str | None  # UTC, ISO 8601
@@ -84,7 +87,7 @@ class Record(NamedTuple):
         return list(dict.fromkeys(r.implementation for r in self.rows))
 
 
-def device_facts() -> dict[str, Any]:
+def device_facts() -> dict[str, object]:
     if not torch.cuda.is_available():
         return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     from flexattn.kernels_triton.runtime import imitation
@@ -154,7 +157,7 @@ def write(path: Path, record: Record) -> None:
     replace(path, content)
 
 
-def replace(path: Path, content: Mapping[str, Any]) -> None:
+def replace(path: Path, content: Mapping[str, object]) -> None:
     """Writes `content` as JSON in place of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
@@ -162,7 +165,7 @@ def replace(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def _json(content: Mapping[str, Any]) -> str:
+def _json(content: Content) -> str:
     """Returns JSON with one line for each workload and row, so that the diff of a change is short."""
     parts = []
     for key, value in content.items():
@@ -195,11 +198,11 @@ def read(path: Path) -> Record:
         raise ValueError(f"{path} is no result file of this version of flexattn's bench: {type(e).__name__}: {e}") from e
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> object:
     raise ValueError(f"it has {name}, which is no measurement")
 
 
-def _record(content: Mapping[str, Any]) -> Record:
+def _record(content: Mapping[str, object]) -> Record:
     workloads = _plain(content.get("workloads"), dict, "workloads")
     rows = _plain(content.get("rows"), list, "rows")
     found = {name: _typed(Workload, fields, f"workload {name!r}") for name, fields in workloads.items()}
@@ -235,7 +238,7 @@ _TIMES = ("us", "us_q1", "us_q3")
 _NUMBERS = (*_TIMES, "calls", "tflops", "gb_s", "share", "roofline_share", "host_us", "host_us_p99", "peak_mib")
 
 
-def _plain(value: Any, kind: type, name: str) -> Any:
+def _plain(value: object, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
         raise ValueError(
             f"its {name} are {'missing' if value is None else f'a {type(value).__name__}'}; accepted: a {kind.__name__}"
@@ -260,7 +263,7 @@ def _typed(kind: Any, fields: Any, name: str) -> Any:
     return kind(**values)
 
 
-def _is(value: Any, hint: Any) -> bool:
+def _is(value: object, hint: object) -> bool:
     """Returns whether a value from JSON is of the type of a NamedTuple's field."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any or (hint is float and type(value) in (int, float)):

@@ -235,6 +235,12 @@ def older(head_dim: int, mask: str, seqlen: int) -> Workload:
     return sweep(head_dim, mask, seqlen)._replace(name=f"older-d{head_dim}-{mask}-s{seqlen}", group=OLDER)
 
 
+def latent(mask: str, seqlen: int) -> Workload:
+    """Returns a cell with the head dims of DeepSeek's attention without a cache, 192 and 128."""
+    name = f"older-d192-128-{mask}-s{seqlen}"
+    return dense(name, OLDER, SWEEP_TOKENS // seqlen, seqlen, (16, 16), (192, 128), attn_mask_type=MASKS[mask])
+
+
 def windowed(head_dim: int) -> Workload:
     """Returns 4,096 tokens whose queries see 1,024 keys each."""
     return older(head_dim, "causal", 4096)._replace(name=f"older-d{head_dim}-window-s4096", window_size=(1023, 0))
@@ -271,6 +277,7 @@ WORKLOADS: dict[str, Workload] = {
         *(sweep(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in SWEEP_SEQLENS),
         *(odd(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in ODD_SEQLENS),
         *(older(96, mask, s) for mask in MASKS for s in (1024, 4096)),
+        *(latent(mask, s) for mask in MASKS for s in (1024, 4096)),
         *(older(d, mask, 256) for d in (64, 128) for mask in MASKS),
         *map(windowed, SWEEP_HEAD_DIMS),
         # The slowest last, so that a run whose time is spent has all others.

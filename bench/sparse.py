@@ -73,7 +73,7 @@ def flops_of(cell: Cell, direction: str) -> float:
     return 2.0 * seen * cell.heads[0] * sum(cell.head_dims) * (1.0 if direction == "forward" else 2.5)
 
 
-def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, Any], out: Tensor) -> float:
+def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, object], out: Tensor) -> float:
     """Returns the relative error of the last queries."""
     q, k, v = (t.float() for t in (qkv[0][:, -CHECKED:], *qkv[1:]))
     own: dict[str, Any] = {name: t[:, -CHECKED:] if isinstance(t, Tensor) else t for name, t in options.items()}

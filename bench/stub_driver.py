@@ -145,7 +145,7 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
         def utils(self) -> Any:  # like Triton's driver, which sets its module's names when it is first used
             return nvidia.CudaUtils()
 
-        def get_current_target(self) -> Any:
+        def get_current_target(self) -> object:
             return GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
 
         def map_python_to_cpp_type(self, kind: str) -> str:

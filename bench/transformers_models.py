@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexattn import compat
 from flexattn.bench import record
-from flexattn.bench.harness import Run, event_times, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu, quartiles
 
 # The implementations of a group alternate by model. FlexAttention compiles for minutes, so it comes after the others.
 GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
@@ -39,7 +39,7 @@ LARGE = SIZES | {
 SMALL = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 SHARP = {"initializer_range": 0.2, "sliding_window": 64}  # scores large enough that a softcap, a window or a sink changes them
 EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}  # one: rounding may choose another one of several experts
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": 1024}),
     "gemma2": ("Gemma2Config", {"sliding_window": 1024, "attn_logit_softcapping": 2.0}),
@@ -71,7 +71,7 @@ def batches(tokens: int, device: torch.device) -> dict[str, Batch]:
     }
 
 
-def build(model: str, sizes: dict[str, Any], implementation: str, dtype: torch.dtype, device: torch.device) -> Any:
+def build(model: str, sizes: dict[str, object], implementation: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Returns a model. Its random weights are the same for every implementation and dtype."""
     import transformers
 
@@ -100,7 +100,7 @@ def step(model: Any, batch: Batch) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def time_steps(model: Any, batch: Batch) -> dict[str, float]:
+def time_steps(model: object, batch: Batch) -> dict[str, float]:
     """Returns the milliseconds of steps (median and quartiles) and the peak memory in GiB, including the model's."""
     for _ in range(WARM_UPS):
         step(model, batch)
@@ -132,12 +132,12 @@ class Chosen(NamedTuple):
     batches: Sequence[str]
 
 
-def measure(chosen: Chosen, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure(chosen: Chosen, device: torch.device) -> Iterator[Row]:
     """Yields a row for each model, implementation and batch, with the status measured, wrong or refused."""
     for group, model in itertools.product(GROUPS, chosen.models):
         for implementation in (name for name in group if name in chosen.implementations):
             compat.dynamo().reset()  # Dynamo compiles few shapes of a function; past that limit FlexAttention stores all scores
-            row: dict[str, Any] = {"model": model, "implementation": implementation}
+            row: Row = {"model": model, "implementation": implementation}
             try:
                 off = errors(model, implementation, 512, device, chosen.batches)
                 subject = build(model, LARGE, implementation, torch.bfloat16, device).train()

@@ -30,7 +30,7 @@ Case = dict[str, Any]
 
 
 def case(
-    b: int, s: int, h: int, d: int, dtype: str = "bfloat16", h_kv: int | None = None, sq: int | None = None, **more: Any
+    b: int, s: int, h: int, d: int, dtype: str = "bfloat16", h_kv: int | None = None, sq: int | None = None, **more: object
 ) -> Case:
     """Returns shapes and arguments of one case; `calls_of` reads `bias`, `mod`, `fp8` and `d_v`."""
     return {"b": b, "s": s, "h": h, "d": d, "dtype": dtype, "h_kv": h_kv or h, "sq": sq or s, **more}
@@ -65,7 +65,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def calls_of(one: Case) -> dict[str, Callable[[str], Any]]:
+def calls_of(one: Case) -> dict[str, Callable[[str], object]]:
     """Returns the forward and the backward of a case, each as call(backend) -> results."""
     import flexattn
     from flexattn import fp8
@@ -112,7 +112,7 @@ def error_of(call: Callable[[str], list[Tensor]]) -> float:
     return max(((got.float() - ref.float()).abs().amax() / ref.float().abs().amax()).item() for got, ref in pairs)
 
 
-def time_calls(call: Callable[[str], Any], flush: Tensor) -> list[float]:
+def time_calls(call: Callable[[str], object], flush: Tensor) -> list[float]:
     """Returns the device time of CALLS calls in microseconds. The other checkout may lack `harness`, so it is not imported."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CALLS)]  # type: ignore[no-untyped-call]
     for start, end in events:

@@ -201,7 +201,7 @@ def can_be_kept(spec: AttentionSpec, x: Operands) -> bool:
     return is_plain and all(t.stride(-1) == 1 for t in (x.q, x.k, x.v)) and takes(spec, x)
 
 
-def _without_autocast() -> contextlib.AbstractContextManager[Any]:
+def _without_autocast() -> contextlib.AbstractContextManager[object]:
     """Returns a context without autocast. If autocast is off, the context does nothing, which saves the time of a small product."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
 

@@ -416,7 +416,7 @@ def _sdpa(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: b
     return backward_call(problem, out_view, lse, out_view, _launcher_views(spec, empty_gradients(spec, meta))).sdpa
 
 
-def watched(watcher: Callable[[Any, dict[int, Tensor]], None]) -> contextlib.AbstractContextManager[None]:
+def watched(watcher: Callable[[object, dict[int, Tensor]], None]) -> contextlib.AbstractContextManager[None]:
     from flexattn.kernels_cudnn.execute import watched_executions
 
     return watched_executions(watcher)
@@ -435,7 +435,7 @@ def forget_failures() -> None:
         plans.PLANS.forget_failures()
 
 
-prepared_calls: set[Any] = set()  # calls whose plan is built. Each forward prepares its backward, so this check must be fast.
+prepared_calls: set[object] = set()  # calls whose plan is built. Each forward prepares its backward, so this check must be fast.
 _MOST_PREPARED = 4096
 
 

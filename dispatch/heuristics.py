@@ -33,12 +33,6 @@ DEFAULTS = {
 }
 
 
-# The kernels for lists of keys were compiled and interpreted, and never ran on a GPU. Until they have, auto prefers eager.
-LISTS_ON_GPU = Preference(
-    ("eager", "triton", "cudnn"), "the Triton kernels for kv_indices never ran on a GPU; backend='triton' runs them", None
-)
-
-
 WITHOUT_CUDNN_IN_FP8 = "auto does not select cuDNN in FP8, because cuDNN returns its results in FP8"
 
 
@@ -95,8 +89,6 @@ def preference(spec: AttentionSpec, direction: Direction) -> Preference:
     """Returns the order of backends for a spec: a backend with a rule for it first, otherwise the default."""
     from flexattn.kernels_triton.common.crossovers import deciding
 
-    if spec.kv_lists and spec.device_type == "cuda":
-        return LISTS_ON_GPU
     default, facts = DEFAULTS.get(spec.device_type, DEFAULTS["cuda"]), facts_of(spec, direction)
     rules = ((backend, deciding(backend, facts)) for backend in default.order)
     backend, rule = next(((backend, rule) for backend, rule in rules if rule is not None), (None, None))

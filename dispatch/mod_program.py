@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
 GRADIENT = "dscore"  # an additional argument of the derivative: the gradient of score_mod's result.
+TANGENT = "tscore"  # an additional argument of second derivatives: the tangent of the score.
 
 # The ops of a graph. All are pointwise and known to every backend, except for `index`, which reads a captured tensor with one
 # scalar per dim. fmt: off
@@ -203,7 +204,7 @@ def new_graph(arguments: Sequence[str], captures: Sequence[Capture]) -> tuple[Gr
     nodes = {}
     for name in arguments:
         nodes[name] = graph.placeholder(name)
-        nodes[name].meta["dtype"] = torch.float32 if name in ("score", GRADIENT) else torch.int64
+        nodes[name].meta["dtype"] = torch.float32 if name in ("score", GRADIENT, TANGENT) else torch.int64
     for capture in captures:
         nodes[capture.name] = graph.placeholder(capture.name)
         nodes[capture.name].meta["dtype"] = read_dtype(capture.dtype)
@@ -228,7 +229,7 @@ def read_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype is torch.bool else torch.int64
 
 
-def encode_graph(graph: Graph | None) -> Any:
+def encode_graph(graph: Graph | None) -> object:
     if graph is None:
         return None
     inputs, nodes, outputs = [], [], None
@@ -264,7 +265,7 @@ def decode_graph(parts: Any) -> Graph | None:
 
 def evaluate(
     graph: Graph,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     dtype: torch.dtype,
     read: Callable[..., Tensor] | None = None,
     guard: Callable[[Tensor], Tensor] | None = None,
@@ -335,7 +336,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _encode(x: object) -> Any:
+def _encode(x: object) -> object:
     if isinstance(x, Node):
         return {"node": x.name}
     if isinstance(x, torch.dtype):

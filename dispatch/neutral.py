@@ -174,7 +174,7 @@ def keep(maxsize: int) -> Callable[[Callable[_Arguments, _Made]], Callable[_Argu
 class _FixedSizes(TorchFunctionMode):
     """Mode in which sizes are ints; torch.jit.trace makes them tensors."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if func not in _SIZES:
             return func(*args, **(kwargs or {}))
         with _no_jit_trace():

@@ -110,7 +110,7 @@ def kernel_directory() -> str | None:
     return os.environ.get("FLEXATTN_KERNELS") or None
 
 
-_checked: tuple[Any, ...] | None = None  # the last values of all variables that were accepted.
+_checked: tuple[object, ...] | None = None  # the last values of all variables that were accepted.
 
 
 def check_all() -> None:
@@ -143,7 +143,7 @@ def snapshot() -> tuple[Any, ...] | None:
 
 
 _UNSET = (None,) * len(_KEYS)
-_when_unset: tuple[Any, ...] | None = _UNSET
+_when_unset: tuple[object, ...] | None = _UNSET
 
 
 def keep_calls(wanted: bool) -> None:

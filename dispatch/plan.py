@@ -7,13 +7,16 @@ records a call on tensors with memory, so that torch can repeat it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch import recorder
 from flexattn.dispatch.recorder import Launched, Recorder, first_byte, storage_of
+
+if TYPE_CHECKING:
+    from flexattn.kernels_triton.runtime.launch import Launch
 
 
 class PlanError(NotImplementedError):
@@ -64,16 +67,16 @@ class Zero(NamedTuple):
 class Op(NamedTuple):
     """A step that runs one of torch's own operators. Tensors in its arguments are Views."""
 
-    func: Any
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
+    func: Callable[..., object]
+    arguments: tuple[object, ...]
+    keywords: dict[str, object]
     results: tuple[View, ...]
 
 
 class Kernel(NamedTuple):
     """A launch, and a buffer for each tensor in its arguments. Each tensor begins at the start of its buffer."""
 
-    launch: Any  # kernels_triton.runtime.launch.Launch.
+    launch: Launch
     buffers: tuple[int, ...]
 
 
@@ -185,7 +188,7 @@ class _Memory:
             if low < high:
                 yield View(place, (low - first) // dtype.itemsize, ((high - low) // dtype.itemsize,), dtype)
 
-    def start_of(self, t: Tensor, launch: Any) -> int:
+    def start_of(self, t: Tensor, launch: Launch) -> int:
         if not t.numel():
             raise PlanError(f"{launch.kernel.__name__} gets a tensor of no elements")
         buffer, offset = self._place(t)

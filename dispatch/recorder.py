@@ -7,12 +7,16 @@ GPU, so that another framework can own the memory and launch the kernels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.compat import TorchDispatchMode, tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from flexattn.kernels_cudnn.plans import Plan as CudnnPlan
+    from flexattn.kernels_triton.runtime.launch import Launch
 
 _aten = torch.ops.aten
 _EMPTY = _aten.empty.memory_format
@@ -30,7 +34,7 @@ class Op(NamedTuple):
     """A recorded operator of torch."""
 
     func: Any
-    leaves: list[Any]  # the operator's arguments, with slots in place of tensors.
+    leaves: list[object]  # the operator's arguments, with slots in place of tensors.
     tree: Any
     outs: tuple[int | None, ...]
     writes: bool
@@ -70,7 +74,7 @@ class Launched(NamedTuple):
 class Executed(NamedTuple):
     """A recorded run of a cuDNN plan."""
 
-    plan: Any
+    plan: CudnnPlan
     buffers: dict[int, int]
 
 
@@ -114,7 +118,7 @@ class Recorder(Watch):  # type: ignore[no-untyped-call]
             self.tensors.append(tensor)
         return slot
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         out = func(*args, **(kwargs or {}))
         leaves, tree = tree_flatten((args, kwargs or {}))
         if func is _aten.detach.default and self.slot(args[0]) in self.made:  # there are no graphs here, so it is the same tensor.
@@ -145,7 +149,7 @@ class Recorder(Watch):  # type: ignore[no-untyped-call]
         """Returns whether an operator only made views of its arguments."""
         return not op.writes and bool(op.outs) and all(i in self.roots for i in op.outs)
 
-    def _find_root(self, out: Tensor, leaves: Sequence[Any]) -> None:
+    def _find_root(self, out: Tensor, leaves: Sequence[object]) -> None:
         """Records the argument of an operator that the result is a view of. In a replay, other tensors of its storage may move."""
         for x in leaves:
             if type(x) is Slot and storage_of(self.tensors[x]) == storage_of(out):
@@ -165,7 +169,7 @@ class Recorder(Watch):  # type: ignore[no-untyped-call]
             return
         self.steps.append(Launched(direct.prepare(programs, arguments), [self.slot(t) for t in direct.tensors_of(arguments)]))
 
-    def on_planned_launch(self, launch: Any) -> None:
+    def on_planned_launch(self, launch: Launch) -> None:
         """Records a `launch.Launch` that does not run, because its tensors are meta tensors."""
         self.steps.append(Launched(launch, [self.slot(t) for t in tensors_of(launch.arguments)]))
 

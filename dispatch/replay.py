@@ -52,7 +52,7 @@ class Recording:
                 born.setdefault(i, n)
         views: dict[int, set[int]] = {}  # for each base tensor the views at other addresses that launches use.
 
-        def view_steps(root: int) -> list[Any]:
+        def view_steps(root: int) -> list[object]:
             return [(_VIEW, places[view], (places[root], roots[view][1])) for view in views.pop(root, ())]
 
         for n, step in reversed(list(enumerate(steps))):
@@ -94,7 +94,7 @@ class Recording:
         self.stream: Callable[[], int] = lambda: 0
         self.set_to_zero: Callable[[int, int, int], None] = lambda stream, address, size: None
         self.can_replay: Callable[[], bool] = lambda: True
-        self.choices: Callable[[Sequence[float]], Any] = tuple  # all that launchers ask about numbers
+        self.choices: Callable[[Sequence[float]], object] = tuple  # all that launchers ask about numbers
         if has_launches:
             from flexattn.kernels_triton.runtime import call_numbers, direct, launch
 
@@ -118,7 +118,7 @@ class Recording:
         recording.replay = recording._player()
         return recording
 
-    def _names(self) -> dict[str, Any]:
+    def _names(self) -> dict[str, object]:
         """Returns the names in the statements of `_lines`, without the launches."""
         names: dict[str, Any] = {"allocate": self.allocate, "current_stream": self.stream, "set_to_zero": self.set_to_zero}
         if self.device.type == "cuda":
@@ -132,7 +132,7 @@ class Recording:
             names |= {f"t{place}": t, f"a{place}": t.data_ptr()}
         return names
 
-    def _player(self) -> Callable[[Sequence[Tensor | None], Sequence[int]], tuple[Any, ...]]:
+    def _player(self) -> Callable[[Sequence[Tensor | None], Sequence[int]], tuple[object, ...]]:
         """Returns a generated function that runs the steps with the launches of `prepared`. A loop would take twice its time."""
         names = {**self.names, **{f"launch{i}": prepared.launch for i, prepared in enumerate(self.prepared)}}
         exec(self.code, names)
@@ -245,7 +245,7 @@ def _parts(step: Step, tensors: Sequence[Tensor], by_driver: bool) -> list[Step 
 
 def _op_step(
     op: Op, new: Sequence[int | None], tensors: Sequence[Tensor], needed: set[int], places: dict[int, int]
-) -> tuple[str, Any, Any]:
+) -> tuple[str, object, object]:
     """Returns the replay's step for an op, and adds the op's tensors to `needed`. An allocation does not need torch's op.
 
     new: the results that no earlier step made.

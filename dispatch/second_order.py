@@ -25,8 +25,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 from flexattn.dispatch import eager_backend, reference
+from flexattn.dispatch.mod_program import Capture
 from flexattn.dispatch.pages import without_pages
 from flexattn.dispatch.spec import AttentionSpec, Operands, empty_outputs
 
@@ -46,6 +48,15 @@ def _as_written(function: Callable[..., T]) -> Callable[..., T]:
             return function(*without_pages(spec, x), *rest)
 
     return wrapper
+
+
+class SecondMod(NamedTuple):
+    """The graphs of a score_mod's second derivatives, of the program's captures and then of the captures' tangents."""
+
+    captures: tuple[Capture, ...]
+    derivative: Graph  # `Program.derivative` for the captures that need a gradient here
+    tangent: Graph  # the tangent of the modified score, with the further argument TANGENT
+    bend: Graph | None  # the derivative of `tangent`; None: 0
 
 
 class Second(NamedTuple):

@@ -428,7 +428,7 @@ class Operands(NamedTuple):
 
 
 @functools.lru_cache
-def _shared_fields(kind: Any) -> tuple[tuple[str, ...], Callable[[Operands], tuple[Any, ...]]]:
+def _shared_fields(kind: Any) -> tuple[tuple[str, ...], Callable[[Operands], tuple[object, ...]]]:
     names = tuple(name for name in kind.__dataclass_fields__ if name in Operands._fields)
     return names, operator.attrgetter(*names)
 
@@ -448,7 +448,7 @@ class Gradients(NamedTuple):
         return (*self[:-1], *(self.dmod_tensors or ()))
 
 
-def _on_meta(value: object) -> Any:
+def _on_meta(value: object) -> object:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return tuple(map(_on_meta, value)) if isinstance(value, (tuple, list)) else value

@@ -72,7 +72,6 @@ def _lists_error(spec: AttentionSpec) -> str | None:
         "ALiBi": spec.bias_type == "alibi",
         "score_mod or mask_mod": spec.mods is not None,
         "max_logit": spec.return_max_logit,
-        "k and v in FP8": spec.kv_dtype is not None,
     }
     given = [name for name, is_given in others.items() if is_given]
     return f"kv_indices with {' and '.join(given)} has no kernel; use backend='eager', or leave it out" if given else None
@@ -221,6 +220,19 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     results = empty_outputs(spec, x)
     call = _forward_call(spec, x, results)
+    choice = choose(call, policy_of(spec))
+    choice.family.run(call, choice.tile)
+    return results
+
+
+def latent_forward(spec: AttentionSpec, x: Operands, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward of a call with lists of keys, whose keys and values are rows of bytes (`latent_rows`) in k's layout."""
+    from flexattn.kernels_triton.families import choose
+
+    results = empty_outputs(spec, x)
+    call = _forward_call(spec, x, results)
+    problem = replace(call.problem, latent_rows=as_bshd(rows, spec.kv_format))
+    call = call._replace(problem=problem)
     choice = choose(call, policy_of(spec))
     choice.family.run(call, choice.tile)
     return results
@@ -480,7 +492,7 @@ def _lowered(program: Program, capture_layouts: tuple[object, ...], is_fp32: boo
     return mods, _functions(program, capture_layouts, is_fp32, hoisted, None) if hoisted.per_distance is not None else None
 
 
-def _functions(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool, hoisted: Any, tabulated: Any) -> Any:
+def _functions(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool, hoisted: Any, tabulated: Any) -> object:
     """Returns the Triton functions. hoisted: the hoisted graphs. tabulated: the graph to tabulate, for the maker of tables."""
     from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT
     from flexattn.kernels_triton.common.problem import Mods

@@ -6,14 +6,18 @@ kernels that never ran.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.second_order import Along, Second
+from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, TANGENT, Program
+from flexattn.dispatch.second_order import Along, Second, SecondMod
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
@@ -23,49 +27,125 @@ HAS_RUN = False  # whether a GPU has run the kernels
 WIDEST = 256
 
 
-def unsupported(spec: AttentionSpec, along: Along, wanted: Sequence[bool]) -> str | None:
+def unsupported(spec: AttentionSpec, x: Operands, along: Along, wanted: Sequence[bool]) -> str | None:
     """Returns why the kernels cannot run a call, or None if they can. wanted: see `second_order.double_backward`."""
     if not (HAS_RUN or triton_backend.policy_of(spec).takes_what_never_ran):
         return "no GPU has run these kernels; FLEXATTN_HOPPER=always allows them"
     if reason := triton_backend.unsupported(spec, "backward"):
         return reason
-    if spec.kv_lists or spec.block_size is not None or (spec.mods is not None and spec.mods.score is not None):
-        return "the kernels have no score_mod, no block_mask and no kv_indices"
+    if spec.kv_lists:
+        return "the kernels have no kv_indices"
+    if spec.mods is not None and spec.mods.score is not None and spec.mods.is_given:
+        return "the kernels derive a score_mod themselves, and this one has a derivative of its own"
     if max(spec.head_dim_qk, spec.head_dim_v) > WIDEST:
         return f"the kernels support head dims up to {WIDEST}"
-    _, _, _, bias, _, *captures = wanted
-    if bias or any(captures) or any(t is not None for t in along[5:]):
-        return "the kernels compute no derivatives for a bias and for captured tensors"
+    if wanted[3] and x.bias is not None and x.bias.shape[-1] == 1:
+        return "the kernels compute no derivative for a bias that all keys share"
     return None
 
 
-def tangent(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, along: Along) -> tuple[Tensor, Tensor]:
-    """Returns the results of `second_order.tangent`."""
+def tangent(spec: AttentionSpec, x: Operands, lse: Tensor, along: Along, mod: SecondMod | None) -> tuple[Tensor, Tensor]:
+    """Returns the results of `second_order.tangent`. mod: of the score_mod, if there is one."""
     from flexattn.kernels_triton.second_order.launch import Incoming, attention_tangent
 
     tout = torch.zeros_like(empty_outputs(spec, x._replace(out=None))[0])
-    incoming = Incoming(_rows(out, spec.q_format), lse.contiguous())
-    sums = attention_tangent(triton_backend.to_problem(spec, x), _along(spec, x, along), incoming, _rows(tout, spec.q_format))
+    call, incoming = _modified(spec, x, along, mod), Incoming(lse.contiguous())
+    sums = attention_tangent(call, _along(spec, x, along), incoming, _rows(tout, spec.q_format))
     return tout, sums.mu_ptr
 
 
-def double_backward(
-    spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor | None], along: Along
-) -> Second:
-    """Returns the results of `second_order.double_backward`. results: out and lse. gradients: of both."""
-    from flexattn.kernels_triton.second_order.launch import Incoming, attention_double_backward
+class Given(NamedTuple):
+    """lse, and the gradients of out and lse."""
 
-    (out, lse), (dout, dlse) = results, gradients
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+def double_backward(
+    spec: AttentionSpec, x: Operands, given: Given, along: Along, wanted: Sequence[bool], mod: SecondMod | None
+) -> Second:
+    """Returns the results of `second_order.double_backward`. mod: of the score_mod, if there is one."""
+    from flexattn.kernels_triton.second_order.launch import Incoming, Wanted, attention_double_backward
+
     tout = torch.zeros_like(empty_outputs(spec, x._replace(out=None))[0])
-    incoming = Incoming(
-        _rows(out, spec.q_format), lse.contiguous(), _rows(dout, spec.q_format), None if dlse is None else dlse.contiguous()
-    )
-    problem = triton_backend.to_problem(spec, x)
-    sums, found = attention_double_backward(problem, _along(spec, x, along), incoming, _rows(tout, spec.q_format))
+    dout, dlse = _rows(given.dout, spec.q_format), None if given.dlse is None else given.dlse.contiguous()
+    incoming = Incoming(given.lse.contiguous(), dout, dlse)
+    captures = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in _chosen(x.mod_tensors, wanted[5:])]
+    reached, bent = ((), ()) if mod is None else (_added_to(mod, mod.derivative), _added_to(mod, mod.bend))
+    more = Wanted(wanted[3], captures, reached, bent, spec.deterministic)
+    call = _modified(spec, x, along, mod)
+    sums, found = attention_double_backward(call, _along(spec, x, along), incoming, _rows(tout, spec.q_format), more)
     hq = as_bshd(found.q, spec.q_format)
     hk, hv = (as_bshd(t, spec.kv_format) for t in (found.k, found.v))
-    offset = None if found.softmax_offset is None or x.softmax_offset is None else found.softmax_offset.to(x.softmax_offset.dtype)
-    return Second(tout, sums.mu_ptr, (hq, hk, hv, None, offset, *(None for _ in x.mod_tensors)))
+    bias, offset = (
+        None if t is None or like is None else t.to(like.dtype)
+        for t, like in ((found.bias, x.bias), (found.softmax_offset, x.softmax_offset))
+    )
+    left = iter(captures)
+    return Second(tout, sums.mu_ptr, (hq, hk, hv, bias, offset, *(next(left) if flag else None for flag in wanted[5:])))
+
+
+def _chosen(tensors: Sequence[Tensor], flags: Sequence[bool]) -> list[Tensor]:
+    return [t for t, flag in zip(tensors, flags, strict=True) if flag]
+
+
+def _added_to(mod: SecondMod, graph: Graph | None) -> tuple[int, ...]:
+    """Returns the captures to whose gradients a derivative adds, by their index among the captures that need one."""
+    if graph is None:
+        return ()
+    wanted = [i for i, capture in enumerate(mod.captures) if capture.needs_grad]
+    return tuple(sorted({wanted.index(position) for position, _, _ in _outputs(graph)[1:]}))
+
+
+def _outputs(graph: Graph) -> Any:
+    return next(node.args[0] for node in graph.nodes if node.op == "output")
+
+
+def _modified(spec: AttentionSpec, x: Operands, along: Along, mod: SecondMod | None) -> launch.Modified:
+    """Returns the problem with the Triton functions of its mods. They read the captures' tangents behind the captures."""
+    from flexattn.kernels_triton.mods.lowering import flatten, layouts
+    from flexattn.kernels_triton.second_order.launch import Modified
+
+    problem = triton_backend.to_problem(spec, x)
+    if mod is None or spec.mods is None:
+        return Modified(problem)
+    tensors = (*x.mod_tensors, *(t.contiguous() for t in along[5:] if t is not None))
+    places = layouts([(c.name, c.dtype, c.ndim) for c in mod.captures], tensors)
+    mods, bends = _lowered(spec.mods, mod, places, spec.dtype is torch.float32)
+    captures = flatten(places, tensors, x.mod_numbers)
+    return Modified(replace(problem, mods=mods, mods_of_tables=None, captures=captures), bends)
+
+
+@functools.lru_cache(maxsize=256)
+def _lowered(program: Program, mod: SecondMod, places: tuple[Any, ...], is_fp32: bool) -> tuple[Any, Any]:
+    """Returns the Triton functions of a program's mods, and of the second derivatives of its score_mod."""
+    from flexattn.kernels_triton.common.problem import Mods
+    from flexattn.kernels_triton.mods import lowering
+    from flexattn.kernels_triton.mods.hoisting import hoist
+    from flexattn.kernels_triton.second_order.tiles import Bends
+
+    hoisted = hoist((program.score, mod.derivative, program.mask, mod.tangent, mod.bend), tabulates=False)
+    score, derivative, mask, tangent, bend = hoisted.graphs
+    assert score is not None
+    assert derivative is not None
+    assert tangent is not None
+    per_head = lowering.lower_per_head(hoisted.per_head, 0, places, is_fp32)
+    kind = (places, is_fp32, per_head)
+    first, second = (GRADIENT, *ARGUMENTS), (GRADIENT, TANGENT, *ARGUMENTS)
+    mods = Mods(
+        score=lowering.lower(score, "score_mod", ARGUMENTS, *kind),
+        gradient=lowering.lower(derivative, "score_mod_gradient", first, *kind),
+        mask=mask and lowering.lower(mask, "mask_mod", ARGUMENTS[1:], *kind),
+        per_head=per_head.per_head,
+        accumulate=lowering.lower_accumulation(derivative, first, *kind) if _added_to(mod, mod.derivative) else None,
+        score_is_finite=lowering.is_finite(program.score),
+    )
+    return mods, Bends(
+        tangent=lowering.lower(tangent, "score_mod_tangent", (TANGENT, *ARGUMENTS), *kind),
+        gradient=lowering.lower(bend, "score_mod_bend", second, *kind) if bend and _outputs(bend)[0] is not None else None,
+        accumulate=lowering.lower_accumulation(bend, second, *kind) if bend and _added_to(mod, mod.bend) else None,
+    )
 
 
 def _rows(t: Tensor, fmt: str) -> Tensor:

@@ -6,7 +6,6 @@ import linecache
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper_mbarrier
@@ -33,7 +32,7 @@ from flexattn.emulator.rules import (
 from flexattn.emulator.scheduler import Scheduler
 from flexattn.emulator.shared import Allocation, SharedView
 from flexattn.emulator.tensor import TensorAllocation, TensorView
-from flexattn.emulator.values import Tensor
+from flexattn.emulator.values import Operand, Tensor
 
 _ASSIGNED_NAME = re.compile(r"\s*(\w+)\s*=")
 
@@ -200,17 +199,17 @@ class Cta(Scheduler):
         self._barrier(view, "invalidate")
         del view.allocation.mbarriers[view.region]
 
-    def expect(self, view: SharedView, nbytes: int, predicate: Any) -> None:
+    def expect(self, view: SharedView, nbytes: int, predicate: Operand) -> None:
         self.step()
         if predicate:
             self._barrier(view, "expect").expect(self.current, nbytes)
 
-    def arrive(self, view: SharedView, count: int, predicate: Any) -> None:
+    def arrive(self, view: SharedView, count: int, predicate: Operand) -> None:
         self.step()
         if predicate:
             self._barrier(view, "arrive").arrive(self.current, count)
 
-    def wait(self, view: SharedView, phase: Any, predicate: Any) -> None:
+    def wait(self, view: SharedView, phase: Operand, predicate: Operand) -> None:
         self.step()
         if not predicate:
             return
@@ -268,7 +267,7 @@ class Cta(Scheduler):
     # TMA
 
     def tma_load(
-        self, descriptor: Descriptor, coord: Sequence[Any], barrier_view: SharedView, target: SharedView, predicate: Any
+        self, descriptor: Descriptor, coord: Sequence[Operand], barrier_view: SharedView, target: SharedView, predicate: Operand
     ) -> None:
         self.step()
         if not predicate:
@@ -281,7 +280,7 @@ class Cta(Scheduler):
         barrier.in_flight += descriptor.nbytes
         self.in_flight.append(TmaLoad(self.current, descriptor, place, barrier, target, current_site(), self.rng))
 
-    def tma_store(self, descriptor: Descriptor, coord: Sequence[Any], source: SharedView, reduction: str | None) -> None:
+    def tma_store(self, descriptor: Descriptor, coord: Sequence[Operand], source: SharedView, reduction: str | None) -> None:
         self.step()
         what, place, stores = "TMA reduction" if reduction else "TMA store", [int(c) for c in coord], self.current.stores
         self._check_tma(descriptor, place, source, what)
@@ -337,7 +336,9 @@ class Cta(Scheduler):
 
     # wgmma
 
-    def wgmma(self, a: Tensor | SharedView, b: SharedView, accumulator: Any, use_accumulator: Any, is_async: bool) -> Any:
+    def wgmma(
+        self, a: Tensor | SharedView, b: SharedView, accumulator: Operand, use_accumulator: Operand, is_async: bool
+    ) -> Operand:
         self.step()
         partition, queue = self.current, self.current.wgmmas
         check_wgmma(a, b, accumulator, partition.warps)
@@ -355,7 +356,7 @@ class Cta(Scheduler):
             return Accumulator(operation)
         return self._retire_wgmmas(0, [Accumulator(operation), a])[0]
 
-    def wgmma_wait(self, outstanding: int, deps: list[Any]) -> list[Any]:
+    def wgmma_wait(self, outstanding: int, deps: list[object]) -> list[object]:
         """Returns deps, with each Accumulator replaced by its result."""
         self.step()
         return self._retire_wgmmas(outstanding, deps)
@@ -412,7 +413,7 @@ class Cta(Scheduler):
             self.find("uninitialised-read", f"a load of {view!r}, part of which nothing wrote")
         return Tensor(view.data, view.dtype, layout)
 
-    def tensor_store(self, view: TensorView, value: Tensor, predicate: object) -> None:
+    def tensor_store(self, view: TensorView, value: Tensor, predicate: Operand) -> None:
         """Executes tcgen05.st and its wait. Triton compiles a store to both."""
         self.step()
         if not isinstance(value, Tensor) or value.shape != view.shape or value.dtype.name != view.dtype.name:
@@ -433,7 +434,7 @@ class Cta(Scheduler):
         else:
             knowledge.order()
 
-    def tcgen05_mma(self, a: SharedView | TensorView, b: SharedView, accumulator: TensorView, use_accumulator: object) -> None:
+    def tcgen05_mma(self, a: SharedView | TensorView, b: SharedView, accumulator: TensorView, use_accumulator: Operand) -> None:
         self.step()
         check_product(a, b, accumulator)
         queue, adds, misses = self.current.products, bool(use_accumulator), False

@@ -20,7 +20,7 @@ DType = Any  # a triton.language.core.dtype. Triton has no annotations for mypy.
 Layout = Any  # a Gluon layout object.
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")  # the same names in numpy and torch
-_NUMPY: dict[str, Any] = {name: getattr(np, name) for name in _INTEGERS} | {"int1": np.bool_, "fp64": np.float64}
+_NUMPY: dict[str, object] = {name: getattr(np, name) for name in _INTEGERS} | {"int1": np.bool_, "fp64": np.float64}
 _TORCH: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

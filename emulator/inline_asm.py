@@ -14,7 +14,7 @@ from triton.experimental.gluon.language import _layouts as layouts
 from flexattn.emulator.context import program
 from flexattn.emulator.dtypes import Array, DType, from_bits, round_to, to_bits
 from flexattn.emulator.report import GluonError
-from flexattn.emulator.values import Tensor, binary, common_layout, scalar, unary, where
+from flexattn.emulator.values import Operand, Tensor, binary, common_layout, scalar, unary, where
 
 _TENSOR_FENCE = re.compile(r"tcgen05\.fence::(before|after)_thread_sync")
 _BARRIER = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
@@ -37,18 +37,18 @@ def _packed_cvt(dtype: DType) -> Callable[..., Tensor]:
     return convert
 
 
-def _approximation(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _approximation(function: Callable[[Operand], Operand]) -> Callable[[object], object]:
     return lambda x: unary(function, x)
 
 
-def _wide_product(a: Any, b: Any) -> tuple[Any, Any]:
+def _wide_product(a: Operand, b: Operand) -> tuple[Any, Any]:
     """Returns the lower and the upper word of a product of two uint32."""
     wide = (a if isinstance(a, Tensor) else scalar(a)).to(tl.uint64)
     product = binary("mul", wide, scalar(b).to(tl.uint64))
     return product.to(tl.uint32), (product >> 32).to(tl.uint32)
 
 
-def _choice(x: Tensor, bits: Tensor, mask: Tensor) -> Any:
+def _choice(x: Tensor, bits: Tensor, mask: Tensor) -> Operand:
     return where(binary("ne", binary("and", bits, mask), 0), x, 0.0)
 
 
@@ -81,7 +81,7 @@ def _pairs_of_fp8(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     return convert
 
 
-_KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
+_KNOWN: list[tuple[re.Pattern[str], Callable[..., object]]] = [
     (re.compile(r"^\s*ex2\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(np.exp2)),
     (re.compile(r"^\s*lg2\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(np.log2)),
     (re.compile(r"^\s*rcp\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(lambda x: np.float32(1) / x)),
@@ -105,7 +105,7 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
 ]
 
 
-def register_asm(pattern: str, function: Callable[..., Any]) -> None:
+def register_asm(pattern: str, function: Callable[..., object]) -> None:
     """Adds an elementwise inline-asm text to the emulator.
 
     pattern: a regular expression that is searched in the text.
@@ -115,7 +115,9 @@ def register_asm(pattern: str, function: Callable[..., Any]) -> None:
     _KNOWN.insert(0, (re.compile(pattern, re.DOTALL), function))
 
 
-def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: DType, is_pure: bool, pack: int, **_: Any) -> Any:
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: list[Any], dtype: DType, is_pure: bool, pack: int, **_: Any
+) -> Operand:
     """Executes inline asm. Raises NotImplementedError if the text is neither known nor registered."""
     cta, first = program(), args[0]
     text = asm if isinstance(first, Tensor) else asm.replace("$1", str(int(first)))  # a barrier's number may be an operand.
@@ -141,7 +143,7 @@ def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: D
     raise NotImplementedError(f"the inline asm {asm!r}; emulator.register_asm teaches it")
 
 
-def _runs_per_thread(operand: Any, pack: int) -> int:
+def _runs_per_thread(operand: Operand, pack: int) -> int:
     """Returns the number of times that each thread runs the asm: once for a scalar, else once per `pack` elements of the thread."""
     if not isinstance(operand, Tensor):
         return 1

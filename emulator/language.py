@@ -30,7 +30,7 @@ from flexattn.emulator.values import (
     where,
 )
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {}
+FUNCTIONS: dict[str, Callable[..., object]] = {}
 """The emulation of each function of triton.experimental.gluon.language, by name."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -56,8 +56,8 @@ for _name, _op in {"add": "add", "sub": "sub", "mul": "mul", "fdiv": "truediv", 
     FUNCTIONS[_name] = lambda a, b, _op=_op, **_: binary(_op, a, b)
 
 
-def _extremum(op: str) -> Callable[..., Any]:
-    def extremum(a: Operand, b: Operand, propagate_nan: Any = tl.PropagateNan.NONE, **_: Any) -> Any:
+def _extremum(op: str) -> Callable[..., object]:
+    def extremum(a: Operand, b: Operand, propagate_nan: object = tl.PropagateNan.NONE, **_: object) -> Operand:
         return binary(op if static(propagate_nan, "propagate_nan") == tl.PropagateNan.NONE else f"{op}_nan", a, b)
 
     return extremum
@@ -81,12 +81,12 @@ for _name, _function in {
 
 
 @_emulates()
-def program_id(axis: Any) -> Scalar:
+def program_id(axis: Operand) -> Scalar:
     return Scalar(program().program_id[int(axis)], tl.int32)
 
 
 @_emulates()
-def num_programs(axis: Any) -> Scalar:
+def num_programs(axis: Operand) -> Scalar:
     return Scalar(program().grid[int(axis)], tl.int32)
 
 
@@ -96,13 +96,13 @@ def num_warps() -> int:
 
 
 @_emulates("barrier", "thread_barrier")
-def barrier(**_: Any) -> None:
+def barrier(**_: object) -> None:
     """Executes a barrier of a partition's threads. It does nothing more, because a partition is one actor."""
     program().step()
 
 
 @_emulates()
-def static_range(*bounds: Any) -> range:
+def static_range(*bounds: object) -> range:
     return range(*[int(static(bound, "a bound of static_range")) for bound in bounds])
 
 
@@ -117,7 +117,7 @@ def arange(start: int, end: int, layout: Layout = None) -> Tensor:
 
 
 @_emulates()
-def full(shape: Sequence[Any], value: Operand, dtype: DType, layout: Layout = None) -> Tensor:
+def full(shape: Sequence[Operand], value: Operand, dtype: DType, layout: Layout = None) -> Tensor:
     sizes = static_shape(shape, "full")
     layout = _checked(layout, len(sizes))
     number = value.value if isinstance(value, Scalar) else value
@@ -126,7 +126,7 @@ def full(shape: Sequence[Any], value: Operand, dtype: DType, layout: Layout = No
 
 
 @_emulates()
-def zeros(shape: Sequence[Any], dtype: DType, layout: Layout = None) -> Tensor:
+def zeros(shape: Sequence[Operand], dtype: DType, layout: Layout = None) -> Tensor:
     return full(shape, 0, dtype, layout)
 
 
@@ -141,12 +141,12 @@ def zeros_like(x: Tensor, shape: Any = None, dtype: DType = None, layout: Layout
 
 
 @_emulates("cast")
-def cast_to(x: Operand, dtype: DType, **options: Any) -> Any:
+def cast_to(x: Operand, dtype: DType, **options: Any) -> Operand:
     return (x if isinstance(x, Tensor) else scalar(x)).to(dtype, **options)
 
 
 @_emulates("abs")
-def absolute(x: Operand) -> Any:
+def absolute(x: Operand) -> Operand:
     return Tensor(np.abs(x.data), x.dtype, x.layout) if isinstance(x, Tensor) else Scalar(abs(x.value), x.dtype)
 
 
@@ -166,26 +166,26 @@ def umulhi(a: Tensor, b: Operand) -> Tensor:
 
 
 @_emulates()
-def convert_layout(x: Any, layout: Layout, assert_trivial: bool = False) -> Any:
+def convert_layout(x: Operand, layout: Layout, assert_trivial: bool = False) -> Operand:
     if not isinstance(x, Tensor | Pointer) or not isinstance(layout, layouts.DistributedLayout):
         raise GluonError(f"convert_layout of {x!r} to {layout}; accepted: a tensor and a distributed layout")
     return like(x, x.data if isinstance(x, Tensor) else x.offset, _checked(layout, len(x.shape)))
 
 
 @_emulates()
-def set_auto_layout(x: Any, layout: Layout) -> Any:
+def set_auto_layout(x: Operand, layout: Layout) -> Operand:
     if not isinstance(x.layout, layouts.AutoLayout):
         raise GluonError(f"set_auto_layout of a tensor that has layout {x.layout}")
     return like(x, x.data if isinstance(x, Tensor) else x.offset, layout)
 
 
 @_emulates()
-def permute(x: Tensor, *dims: Any) -> Tensor:
+def permute(x: Tensor, *dims: Operand) -> Tensor:
     return Tensor(x.data.transpose(_flat(dims)), x.dtype, layouts.AutoLayout())
 
 
 @_emulates()
-def reshape(x: Tensor, *shape: Any, **_: Any) -> Tensor:
+def reshape(x: Tensor, *shape: Operand, **_: object) -> Tensor:
     return Tensor(x.data.reshape(_flat(shape)), x.dtype, layouts.AutoLayout())
 
 
@@ -212,7 +212,7 @@ def join(a: Tensor, b: Tensor) -> Tensor:
 
 
 @_emulates("static_assert", "device_assert")
-def assert_all(condition: Operand, message: str = "", **_: Any) -> None:
+def assert_all(condition: Operand, message: str = "", **_: object) -> None:
     if not (condition.data.all() if isinstance(condition, Tensor) else condition):
         program().fatal("assertion", f"assertion failed {message}".strip())
 
@@ -237,8 +237,8 @@ def _flat(numbers: tuple[Any, ...]) -> list[int]:
 # Reductions.
 
 
-def _reduction(on_floats: np.ufunc, on_integers: np.ufunc) -> Callable[..., Any]:
-    def reduce_with(x: Tensor, axis: Any = None, return_indices: bool = False, keep_dims: bool = False, **_: Any) -> Any:
+def _reduction(on_floats: np.ufunc, on_integers: np.ufunc) -> Callable[..., object]:
+    def reduce_with(x: Tensor, axis: Operand = None, return_indices: bool = False, keep_dims: bool = False, **_: Any) -> Operand:
         if return_indices:
             raise NotImplementedError("return_indices of a reduction")
         if axis is None:
@@ -253,7 +253,7 @@ def _reduction(on_floats: np.ufunc, on_integers: np.ufunc) -> Callable[..., Any]
     return reduce_with
 
 
-def _reduced(x: Tensor, axis: int, data: Array, dtype: DType, keep_dims: bool) -> Any:
+def _reduced(x: Tensor, axis: int, data: Array, dtype: DType, keep_dims: bool) -> Operand:
     if keep_dims:
         return Tensor(data, dtype, x.layout)
     return Tensor(data, dtype, sliced_layout(x.layout, axis % x.data.ndim)) if data.ndim else Scalar(data.item(), dtype)
@@ -267,7 +267,7 @@ FUNCTIONS["reduce_or"] = _reduction(np.bitwise_or, np.bitwise_or)
 
 
 @_emulates()
-def reduce(x: Tensor, axis: int, combine_fn: Callable[..., Any], keep_dims: bool = False) -> Any:
+def reduce(x: Tensor, axis: int, combine_fn: Callable[..., Any], keep_dims: bool = False) -> Operand:
     """Combines slices one after the other. A GPU combines them in a tree."""
     slices = [Tensor(np.take(x.data, i, axis=axis), x.dtype, layouts.AutoLayout()) for i in range(x.data.shape[axis])]
     result = slices[0]
@@ -281,7 +281,7 @@ def reduce(x: Tensor, axis: int, combine_fn: Callable[..., Any], keep_dims: bool
 
 
 @_emulates()
-def load(pointer: Pointer, mask: Operand = None, other: Operand = None, **_: Any) -> Any:
+def load(pointer: Pointer, mask: Operand = None, other: Operand = None, **_: object) -> Operand:
     """Loads elements. Masked elements are `other`, or poison if it is not given."""
     offset, active = addresses(pointer, mask, "load")
     dtype = pointer.buffer.dtype
@@ -293,14 +293,14 @@ def load(pointer: Pointer, mask: Operand = None, other: Operand = None, **_: Any
 
 
 @_emulates()
-def store(pointer: Pointer, value: Operand, mask: Operand = None, **_: Any) -> None:
+def store(pointer: Pointer, value: Operand, mask: Operand = None, **_: object) -> None:
     offset, active = addresses(pointer, mask, "store")
     values = _stored(pointer, value, "store")
     program().global_write(pointer.buffer, offset[active], np.broadcast_to(values, offset.shape)[active], reduction=False)
 
 
 def _atomic(name: str, update: Callable[[Array, Array, Array], None]) -> None:
-    def atomic(pointer: Pointer, val: Operand, mask: Operand = None, **_: Any) -> Any:
+    def atomic(pointer: Pointer, val: Operand, mask: Operand = None, **_: object) -> Operand:
         offset, active = addresses(pointer, mask, name)
         buffer = pointer.buffer
         if name == "atomic_add" and not offset.ndim and not isinstance(val, Tensor) and int(scalar(val).value) == 0:
@@ -330,7 +330,7 @@ def _stored(pointer: Pointer, value: Operand, what: str) -> Array:
     return cast(value.data, value.dtype, dtype)
 
 
-def addresses(pointer: Any, mask: Operand, what: str) -> tuple[Array, Array]:
+def addresses(pointer: object, mask: Operand, what: str) -> tuple[Array, Array]:
     """Returns offsets and a mask of the active ones. Offsets outside the buffer are a finding, and are not active."""
     if not isinstance(pointer, Pointer):
         raise GluonError(f"{what} through {pointer!r}; accepted: a pointer")
@@ -355,7 +355,7 @@ def addresses(pointer: Any, mask: Operand, what: str) -> tuple[Array, Array]:
 
 
 @_emulates()
-def allocate_shared_memory(element_ty: DType, shape: Sequence[Any], layout: Layout, value: Tensor | None = None) -> Any:
+def allocate_shared_memory(element_ty: DType, shape: Sequence[Operand], layout: Layout, value: Tensor | None = None) -> Any:
     sizes = [int(static(n, "a shape in shared memory")) for n in shape]
     return program().allocate(element_ty, sizes, layout, value)
 
@@ -370,7 +370,7 @@ def warp_specialize(functions_and_args: Sequence[Any], worker_num_warps: Sequenc
 # The same functions as methods of a tensor.
 
 
-def _as_method(name: str) -> Callable[..., Any]:
+def _as_method(name: str) -> Callable[..., object]:
     return lambda self, *arguments, **options: FUNCTIONS[name](self, *arguments, **options)
 
 

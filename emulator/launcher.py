@@ -129,7 +129,7 @@ def sweep(run: Callable[[int], Report], seeds: Iterable[int] = range(24)) -> dic
     return kinds
 
 
-def _argument(name: str, value: Any, buffers: dict[tuple[int, torch.dtype], GlobalBuffer]) -> Any:
+def _argument(name: str, value: Any, buffers: dict[tuple[int, torch.dtype], GlobalBuffer]) -> object:
     """Returns a run-time argument in the form for a kernel."""
     if isinstance(value, torch.Tensor):
         return Pointer(_buffer(name, value, buffers), np.asarray(value.storage_offset(), np.int64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,23 +14,23 @@ from flexattn.emulator.report import GluonError
 from flexattn.emulator.rules import check_mma_sync, static, static_shape
 from flexattn.emulator.shared import SharedView
 from flexattn.emulator.tensor import TensorView
-from flexattn.emulator.values import Pointer, Tensor, scalar
+from flexattn.emulator.values import Operand, Pointer, Tensor, scalar
 
 
-def _constant(value: Any, what: str) -> int:
+def _constant(value: object, what: str) -> int:
     return int(static(value, what))
 
 
-def _expect(mbarrier: SharedView, bytes_per_cta: Any = None, pred: Any = True, **by_name: Any) -> None:
+def _expect(mbarrier: SharedView, bytes_per_cta: Operand = None, pred: Operand = True, **by_name: object) -> None:
     nbytes = by_name["bytes"] if bytes_per_cta is None else bytes_per_cta  # its name is bytes in Triton up to 3.6.
     program().expect(mbarrier, _constant(nbytes, "the bytes to expect"), pred)
 
 
 def _make_descriptor(
     base: Pointer,
-    shape: Sequence[Any],
-    strides: Sequence[Any],
-    block_shape: Sequence[Any],
+    shape: Sequence[Operand],
+    strides: Sequence[Operand],
+    block_shape: Sequence[Operand],
     layout: Layout,
     padding_option: str = "zero",
 ) -> Descriptor:
@@ -41,10 +40,10 @@ def _make_descriptor(
 
 def _load(
     tensor_desc: Descriptor,
-    coord: Sequence[Any],
+    coord: Sequence[Operand],
     barrier: SharedView,
     result: SharedView,
-    pred: Any = True,
+    pred: Operand = True,
     multicast: bool = False,
 ) -> None:
     if multicast:
@@ -52,38 +51,38 @@ def _load(
     program().tma_load(tensor_desc, coord, barrier, result, pred)
 
 
-def _store(reduction: str | None) -> Callable[[Descriptor, Sequence[Any], SharedView], None]:
+def _store(reduction: str | None) -> Callable[[Descriptor, Sequence[object], SharedView], None]:
     return lambda tensor_desc, coord, src: program().tma_store(tensor_desc, coord, src, reduction)
 
 
 def _wgmma(
-    a: Any,
-    b: Any,
-    acc: Any,
+    a: Operand,
+    b: Operand,
+    acc: Operand,
     *,
-    use_acc: Any = True,
-    precision: Any = None,
-    max_num_imprecise_acc: Any = None,
-    is_async: Any = False,
-) -> Any:
+    use_acc: Operand = True,
+    precision: Operand = None,
+    max_num_imprecise_acc: Operand = None,
+    is_async: Operand = False,
+) -> Operand:
     return program().wgmma(a, b, acc, use_acc, bool(static(is_async, "is_async")))
 
 
-def _wgmma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
+def _wgmma_wait(num_outstanding: Operand = 0, deps: Sequence[Operand] | None = None) -> Operand:
     if deps is None:
         raise GluonError("warpgroup_mma_wait without deps")
     results = program().wgmma_wait(_constant(num_outstanding, "num_outstanding"), list(deps))
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _mma_sync(a: Tensor, b: Tensor, acc: Tensor, input_precision: Any = None) -> Tensor:
+def _mma_sync(a: Tensor, b: Tensor, acc: Tensor, input_precision: object = None) -> Tensor:
     check_mma_sync(a, b, acc)
     program().step()
     product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + acc.data
     return Tensor(product.astype(np.float32), acc.dtype, acc.layout)
 
 
-def _copy_async(smem: SharedView, pointer: Pointer, mask: Any = None, **_: Any) -> None:
+def _copy_async(smem: SharedView, pointer: Pointer, mask: Operand = None, **_: object) -> None:
     offset, active = addresses(pointer, mask, "async_copy_global_to_shared")
     program().async_copy(smem, pointer.buffer, offset, active)
 
@@ -93,8 +92,8 @@ def _tcgen05_mma(
     b: SharedView,
     acc: TensorView,
     *,
-    use_acc: object = True,
-    pred: object = True,
+    use_acc: Operand = True,
+    pred: Operand = True,
     multicast: bool = False,
     mbarriers: Sequence[SharedView] | None = None,
     mbarrier_preds: Sequence[object] | None = None,
@@ -109,14 +108,14 @@ def _tcgen05_mma(
             program().tcgen05_commit(barrier)
 
 
-def _commit(barrier: SharedView, pred: object = True, descs: Sequence[object] = ()) -> None:
+def _commit(barrier: SharedView, pred: Operand = True, descs: Sequence[object] = ()) -> None:
     if descs:
         raise NotImplementedError("a tcgen05_commit to other blocks of a cluster")
     if pred:
         program().tcgen05_commit(barrier)
 
 
-MODULES: dict[str, dict[str, Callable[..., Any]]] = {
+MODULES: dict[str, dict[str, Callable[..., object]]] = {
     "mbarrier": {
         "init": lambda mbarrier, count: program().init_barrier(mbarrier, _constant(count, "the count of an mbarrier")),
         "invalidate": lambda mbarrier: program().invalidate_barrier(mbarrier),
@@ -164,7 +163,7 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
 class _Builder:
     """The part of the IR builder that a user's @builtin needs for TMA reductions. Triton 3.6 and 3.7 have no function for them."""
 
-    def create_async_tma_reduce(self, kind: Any, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
+    def create_async_tma_reduce(self, kind: object, descriptor: Descriptor, coord: Sequence[Operand], source: SharedView) -> None:
         program().tma_store(descriptor, coord, source, str(kind).rsplit(".", 1)[-1].lower())
 
 
@@ -175,5 +174,5 @@ class Semantic:
     to_tensor = staticmethod(scalar)
 
     @staticmethod
-    def _convert_to_ir_values(coord: Sequence[Any], require_i64: bool = False) -> Sequence[Any]:
+    def _convert_to_ir_values(coord: Sequence[Operand], require_i64: bool = False) -> Sequence[object]:
         return coord

@@ -38,7 +38,7 @@ def static(value: Any, what: str) -> Any:
     return value
 
 
-def static_shape(shape: Sequence[Any], what: str) -> list[int]:
+def static_shape(shape: Sequence[object], what: str) -> list[int]:
     """Returns the sizes of `shape`. Raises GluonError unless all are constant powers of two."""
     sizes = [int(static(n, f"the shape of {what}")) for n in shape]
     if any(n < 1 or n & (n - 1) for n in sizes):

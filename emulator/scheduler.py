@@ -52,7 +52,7 @@ class Partition:
         self.finished = False
         self.ready: Callable[[], bool] | None = None  # whether it can run again. If None, it is not blocked.
         self.blocked_on: Callable[[], str] | None = None
-        self.polled: tuple[Any, Any] | None = None  # the element that its last operation polled, and the number there.
+        self.polled: tuple[object, object] | None = None  # the element that its last operation polled, and the number there.
         self.weight = 1.0
         # A plain lock is several times faster than a semaphore. It is locked while the partition waits for its turn.
         self._turn = threading.Lock()
@@ -159,7 +159,7 @@ class Scheduler:
             raise self._error
 
     def start(
-        self, name: str, function: Callable[..., Any], arguments: Sequence[Any], warps: int, parent: Partition | None
+        self, name: str, function: Callable[..., object], arguments: Sequence[object], warps: int, parent: Partition | None
     ) -> Partition:
         partition = Partition(self, name, function, arguments, warps, parent)
         if self.report.schedule == "random":

@@ -40,7 +40,7 @@ class Function:
         self.defaults: set[str] = {parameter.name for parameter in self._jit.params if parameter.has_default}
         self._python: Callable[..., object] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
             if name in self.constexprs and isinstance(value, Scalar | Tensor):
                 raise GluonError(f"the constexpr parameter {name} of {self.__name__} is {value!r}, known only at run time")
@@ -59,7 +59,7 @@ def function_for(function: FunctionType) -> Function:
     return Function(function)
 
 
-def translate(value: Any, name: str) -> Any:
+def translate(value: object, name: str) -> Any:
     """Returns the emulation of an object that a kernel refers to as `name`."""
     if isinstance(value, ModuleType):
         return _Module(value)
@@ -83,7 +83,7 @@ def translate(value: Any, name: str) -> Any:
     return value
 
 
-def _translate_builtin(value: Any) -> Callable[..., Any]:
+def _translate_builtin(value: Any) -> Callable[..., object]:
     module = value.__module__
     if not module.startswith("triton."):  # a user's own builtin. Its Python runs on an emulated builder.
         return lambda *args, **kwargs: value(*args, **kwargs, _semantic=nvidia.Semantic)
@@ -95,7 +95,7 @@ def _translate_builtin(value: Any) -> Callable[..., Any]:
 
 
 def _unknown(name: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise NotImplementedError(name)
 
     return refuse
@@ -126,7 +126,7 @@ def _check_syntax(kernel: Any) -> None:
             raise GluonError(f"line {line} of {function.name} has Python's {kind}, which Triton does not compile")
 
 
-def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
+def _range(*bounds: Any, **_: object) -> Iterator[object]:
     """Yields the indices of a range. If a bound is a run-time scalar, so are the indices, as int32. Triton's hints are ignored."""
     at_run_time = any(isinstance(bound, Scalar) for bound in bounds)
     for index in range(*[int(bound) for bound in bounds]):

@@ -29,15 +29,15 @@ class _Operators:
 
     __slots__ = ()
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> Operand:
         return binary("sub", 0, self)
 
 
-def _operator(op: str, is_reflected: bool) -> Callable[[Any, Operand], Any]:
-    def on_the_left(self: Any, other: Operand) -> Any:
+def _operator(op: str, is_reflected: bool) -> Callable[[Operand, Operand], Operand]:
+    def on_the_left(self: Operand, other: Operand) -> Operand:
         return binary(op, self, other)
 
-    def on_the_right(self: Any, other: Operand) -> Any:
+    def on_the_right(self: Operand, other: Operand) -> Operand:
         return binary(op, other, self)
 
     return on_the_right if is_reflected else on_the_left
@@ -144,7 +144,7 @@ class Tensor(_Operators):
     def __invert__(self) -> Tensor:
         return Tensor(~self.data, self.dtype, self.layout)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Operand) -> Any:
         return subscript(self, key)
 
     def to(self, dtype: DType, bitcast: bool = False, **_: Any) -> Tensor:
@@ -180,7 +180,7 @@ class Pointer:
     def __sub__(self, other: Operand) -> Pointer:
         return self._moved(other, -1)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Operand) -> Any:
         return subscript(self, key)
 
     def _moved(self, by: Operand, sign: int) -> Pointer:
@@ -217,7 +217,7 @@ def sliced_layout(layout: Layout, dim: int) -> Layout:
     return layout if isinstance(layout, layouts.AutoLayout) else layouts.SliceLayout(dim, layout)
 
 
-def expand_dims(x: Any, axis: int) -> Any:
+def expand_dims(x: Operand, axis: int) -> Operand:
     """Adds a dimension. As in Gluon, it must be the dimension that the layout was sliced along."""
     data = x.offset if isinstance(x, Pointer) else x.data
     layout = x.layout
@@ -231,12 +231,12 @@ def expand_dims(x: Any, axis: int) -> Any:
     return like(x, np.expand_dims(data, axis), layout)
 
 
-def like(x: Any, data: Array, layout: Layout) -> Any:
+def like(x: Operand, data: Array, layout: Layout) -> Operand:
     """Returns a Tensor or Pointer like `x` with other data and another layout."""
     return Pointer(x.buffer, data, layout) if isinstance(x, Pointer) else Tensor(data, x.dtype, layout)
 
 
-def subscript(x: Any, key: Any) -> Any:
+def subscript(x: Operand, key: Operand) -> Operand:
     """Returns x[key]. The key may have only `:` and None, which adds a dimension."""
     for axis, index in enumerate(key if isinstance(key, tuple) else (key,)):
         if index is None:
@@ -260,10 +260,10 @@ def _truncating_divs(a: Array, b: Array) -> Array:
 
 
 # Python's own operators serve numbers and arrays. Only those whose rules differ have a function for each.
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[str, Callable[[Operand, Operand], Operand]] = {
     op: getattr(operator, f"{op}_" if op in ("and", "or") else op) for op in (*_ARITHMETIC, *COMPARISONS)
 }
-_ON_NUMBERS: dict[str, Callable[[Any, Any], Any]] = _OPERATORS | {
+_ON_NUMBERS: dict[str, Callable[[Operand, Operand], Operand]] = _OPERATORS | {
     "floordiv": _truncating_div,
     "mod": lambda a, b: a - b * _truncating_div(a, b),
     "max": max,
@@ -299,7 +299,7 @@ def promote(a: DType, b: DType) -> DType:
     return a if a.name.startswith("u") else b
 
 
-def constant_dtype(constant: Any, other: DType) -> DType:
+def constant_dtype(constant: object, other: DType) -> DType:
     """Returns the dtype of a Python number in an operation with a run-time value of dtype `other`."""
     if isinstance(constant, bool):
         return promote(tl.int1, other)
@@ -320,7 +320,7 @@ def _result_dtype(op: str, a: DType, b: DType) -> DType:
     return dtype
 
 
-def binary(op: str, a: Operand, b: Operand) -> Any:
+def binary(op: str, a: Operand, b: Operand) -> Operand:
     """Returns `a op b` of Python numbers, Scalars and Tensors, rounded to the result's dtype. Integers divide as in C."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return _binary_of_tensors(op, a, b)
@@ -336,7 +336,7 @@ def binary(op: str, a: Operand, b: Operand) -> Any:
     return Scalar(_ON_NUMBERS[op](*values), _result_dtype(op, a_dtype, b_dtype))
 
 
-def _binary_of_tensors(op: str, a: Operand, b: Operand) -> Any:
+def _binary_of_tensors(op: str, a: Operand, b: Operand) -> Operand:
     if isinstance(a, Pointer) or isinstance(b, Pointer):
         return NotImplemented
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -362,7 +362,7 @@ def _binary_of_tensors(op: str, a: Operand, b: Operand) -> Any:
     return Tensor(result.astype(array_dtype, copy=False), dtype, layout)
 
 
-def unary(function: Callable[[Any], Any], x: Operand) -> Any:
+def unary(function: Callable[[Operand], Operand], x: Operand) -> Operand:
     """Returns a function of floats, computed in fp32 (fp64 for fp64) and rounded to the operand's dtype."""
     if isinstance(x, Tensor):
         if not is_float(x.dtype):
@@ -373,7 +373,7 @@ def unary(function: Callable[[Any], Any], x: Operand) -> Any:
     return float(function(np.float32(x)))
 
 
-def where(condition: Operand, x: Operand, y: Operand) -> Any:
+def where(condition: Operand, x: Operand, y: Operand) -> Operand:
     if not isinstance(condition, Tensor):
         return x if condition else y
     layout, shape = condition.layout, condition.data.shape

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flexattn.call_log import explaining
     from flexattn.indexer import SelectedKeys, key_weights, select_keys, selection_loss
     from flexattn.kv_cache import PagedKVCache
+    from flexattn.latent_rows import append_latents, latent_attention, pack_latents, unpack_latents
     from flexattn.packing import packed
     from flexattn.plot import plot_mask
     from flexattn.prefix import attention_with_prefix
@@ -44,6 +45,7 @@ __all__ = [
     "SelectedKeys",
     "Window",
     "append_kv",
+    "append_latents",
     "attention",
     "attention_backend",
     "attention_backward",
@@ -53,13 +55,16 @@ __all__ = [
     "explaining",
     "fp8",
     "key_weights",
+    "latent_attention",
     "merge_attention",
     "mods",
     "nn",
+    "pack_latents",
     "packed",
     "plot_mask",
     "select_keys",
     "selection_loss",
+    "unpack_latents",
     "warmup",
 ]
 
@@ -74,6 +79,7 @@ _LATER = {
     "SelectedKeys": "indexer",
     "Window": "dispatch.spec",
     "append_kv": "append",
+    "append_latents": "latent_rows",
     "attention": "functional",
     "attention_backend": "dispatch.options",
     "attention_backward": "backward",
@@ -83,13 +89,16 @@ _LATER = {
     "explaining": "call_log",
     "fp8": "fp8",
     "key_weights": "indexer",
+    "latent_attention": "latent_rows",
     "merge_attention": "functional",
     "mods": "mods",
     "nn": "nn",
+    "pack_latents": "latent_rows",
     "packed": "packing",
     "plot_mask": "plot",
     "select_keys": "indexer",
     "selection_loss": "indexer",
+    "unpack_latents": "latent_rows",
     "warmup": "warm_up",
 }
 # Modules that are imported when they are first used. `import *` omits them: torch.distributed is large, and JAX is optional.

@@ -68,7 +68,7 @@ def _distinct(x: Operands) -> Operands:
     return Operands(*fields)._replace(**lists)  # type: ignore[arg-type]
 
 
-def _flat(x: Operands, settings: ops.Settings, config: QuantizeConfig | None, delayed: Delayed) -> tuple[Any, ...]:
+def _flat(x: Operands, settings: ops.Settings, config: QuantizeConfig | None, delayed: Delayed) -> tuple[object, ...]:
     """Returns the call with each tensor of its lists as a separate argument, because autograd does not look into lists."""
     call = (*x._replace(mod_tensors=(), block_mask=()), *settings, len(x.mod_tensors), len(x.block_mask))
     quantisation = () if config is None else (*config, *delayed._replace(scale_out=None, history_out=None))
@@ -88,7 +88,7 @@ def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, QuantizeConf
 
 
 def _with_derivatives(
-    ctx: Any, saved: Any, gradients: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None, _: None
+    ctx: Any, saved: Any, gradients: tuple[object, ...], dout: Tensor | None, dlse: Tensor | None, _: None
 ) -> list[Any] | None:
     """Returns the gradients of `Attention.backward` with derivatives, or None for a call in FP8."""
     from flexattn.second_order import differentiable  # here, because few backwards are differentiated

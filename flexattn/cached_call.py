@@ -118,7 +118,7 @@ class Saved:
         # Picks out, lse and all else that a backward needs from (*results, *inputs).
         self.pick = itemgetter(0, 1, *(place for place in places if place is not None))
 
-    def restore(self, tensors: list[Any], history: Tensor | None) -> list[Any]:
+    def restore(self, tensors: list[object], history: Tensor | None) -> list[Any]:
         """Returns the first inputs of a backward from the saved tensors behind out and lse. history: dout's, of delayed scaling."""
         if len(tensors) < self.count:
             given, tensors = tensors, [None] * self.count
@@ -312,7 +312,7 @@ class CachedCall(KeptCall):
             return recording.replay(tensors, addresses)
         return self.forwards.run(tensors, addresses, self.compute_forward, self._record_forward)
 
-    def _record_forward(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Replay | None]:
+    def _record_forward(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[object], Replay | None]:
         from flexattn.call_recording import record_forward  # here, as a first call should not wait for its import
 
         return record_forward(self, tensors)
@@ -364,7 +364,7 @@ class CachedCall(KeptCall):
                 self.backwards.popitem(last=False)
         return runs
 
-    def _record_backward(self, inputs: Sequence[Tensor | None]) -> tuple[Sequence[Any], Replay | None]:
+    def _record_backward(self, inputs: Sequence[Tensor | None]) -> tuple[Sequence[object], Replay | None]:
         from flexattn.call_recording import record_backward  # here, as a first call should not wait for its import
 
         return record_backward(self, inputs)

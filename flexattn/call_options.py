@@ -317,7 +317,7 @@ class Arguments(Options, ReturnOptions, total=False):
     """All arguments of `attention` besides q, k and v."""
 
 
-_SUBJECTS: tuple[Any, ...] = (  # in the order of the docstring
+_SUBJECTS: tuple[object, ...] = (  # in the order of the docstring
     *(FormatOptions, ShortOptions, MaskOptions, BiasOptions, SoftmaxOptions, DropoutOptions, ModOptions),
     *(LengthOptions, CacheOptions, ListOptions, Fp8Options, RunOptions, ArrayOptions, Options, ReturnOptions),
 )
@@ -337,7 +337,7 @@ ALIASES = (*BOTH_SIDES, "mask")  # options that `shorthands.without_aliases` wri
 _TORCH = {"Array": "Tensor", "Blocks": "BlockMask", "State": "fp8.DelayedScaling"}
 
 
-def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def without_defaults(arguments: Mapping[str, object]) -> dict[str, object]:
     """Returns the arguments that do not have their defaults."""
     return {name: value for name, value in arguments.items() if value is not DEFAULTS[name]}
 

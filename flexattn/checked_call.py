@@ -66,7 +66,7 @@ class CheckedCall(CachedCall):
     def _has_recorded_backward(self) -> bool:
         return any(runs.recording is not None for runs in self.backwards.values())
 
-    def _drawn(self, inputs: Sequence[Tensor | None]) -> list[tuple[Any, ...]] | None:
+    def _drawn(self, inputs: Sequence[Tensor | None]) -> list[tuple[object, ...]] | None:
         """Returns the inputs of two more runs if this run is drawn, else None. FP8 buffers and out are copied."""
         if is_capturing(self.layout.device) or _draw() >= SHARE:
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +67,7 @@ is_legacy_batched = _functorch.is_legacy_batchedtensor
 is_transformed = _functorch.is_functorch_wrapped_tensor
 jit_trace = _C._get_tracing_state
 forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")  # negative: no level
-set_jit_trace: Callable[[Any], None] = _C._set_tracing_state  # type: ignore[attr-defined]
+set_jit_trace: Callable[[object], None] = _C._set_tracing_state  # type: ignore[attr-defined]
 
 
 def is_differentiated(t: Tensor) -> bool:
@@ -103,7 +104,7 @@ current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", None)  # type
 current_raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 # Functions that mods may call, by the objects and dicts that hold them.
-C_FUNCTIONS: tuple[Any, ...] = (_C._VariableFunctions, _C._nn, _C._special, _C._linalg, _C._fft)  # type: ignore[attr-defined]
+C_FUNCTIONS: tuple[object, ...] = (_C._VariableFunctions, _C._nn, _C._special, _C._linalg, _C._fft)  # type: ignore[attr-defined]
 TENSOR_FUNCTIONS = vars(torch._tensor)
 
 # torch.compile's guards: types, dispatch keys (device, layout, negation, transforms, modes), dtypes, devices, requires_grad, shapes
@@ -155,12 +156,12 @@ def dynamo() -> ModuleType:
     return torch._dynamo
 
 
-def substitute_in_graph(function: Callable[..., object]) -> Callable[[Callable[..., Any]], Any]:
+def substitute_in_graph(function: Callable[..., object]) -> Callable[[Callable[..., object]], object]:
     """Decorates the function that Dynamo traces in place of another one."""
     return dynamo().decorators.substitute_in_graph(function)  # type: ignore[no-any-return]
 
 
-def side_effects_allowed() -> Callable[..., Any]:
+def side_effects_allowed() -> Callable[..., object]:
     """Returns Dynamo's function that calls a function whose side effects a checkpoint accepts."""
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
 
@@ -174,7 +175,7 @@ def functorch_config() -> Any:
     return config
 
 
-def symmetric_memory() -> Any:
+def symmetric_memory() -> ModuleType:
     """Returns torch's module of symmetric memory."""
     from torch.distributed import _symmetric_memory
 
@@ -184,6 +185,13 @@ def symmetric_memory() -> Any:
 def allocate_symmetric(*arguments: object) -> Tensor:
     """Allocates memory of its own as torch's workspaces do: `symmetric_memory().empty` uses a pool, which does not free memory."""
     return symmetric_memory()._SymmetricMemory.empty_strided_p2p(*arguments)  # type: ignore[no-any-return]
+
+
+def is_ring_balanced() -> bool:
+    """Returns whether torch's context parallelism deals the tokens in a zigzag, not in contiguous parts."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention._cp_options.enable_load_balance
 
 
 def timeout_of(group: Any, device: torch.device) -> Any:

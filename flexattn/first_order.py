@@ -79,7 +79,7 @@ def refuse_batched(*gradients: Tensor | None) -> None:
 
 class _Guard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: object, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if t is None else t.detach() for t in tensors[:count])
 
     @staticmethod

@@ -419,7 +419,7 @@ def quantize_config(
     needs_grad: bool,
     dropout: bool,
     backend: str,
-) -> tuple[fp8_ops.QuantizeConfig | None, dict[str, Any]]:
+) -> tuple[fp8_ops.QuantizeConfig | None, dict[str, object]]:
     """Returns the config to quantise q, k and v (None if they are in FP8 or stay in 16 bits), and the FP8 fields of `Settings`."""
     is_quantized = q.dtype in FP8_DTYPES
     if recipe is None and not is_quantized:

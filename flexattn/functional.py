@@ -235,7 +235,7 @@ def _first_call(key: CallKey | None, q: Any, k: Any, v: Any, options: Mapping[st
 SIGNATURE = inspect.signature(attention)
 
 
-def _refuse_foreign(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _refuse_foreign(positional: tuple[object, ...], named: dict[str, object]) -> None:
     from flexattn.hints import refuse_foreign  # here, as right calls never need it
 
     refuse_foreign(SIGNATURE, positional, named)

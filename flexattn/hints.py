@@ -174,7 +174,7 @@ _SDPA = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _FLEX = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
 
 
-def refuse_foreign(signature: inspect.Signature, positional: Sequence[object], named: Mapping[str, Any]) -> None:
+def refuse_foreign(signature: inspect.Signature, positional: Sequence[object], named: Mapping[str, object]) -> None:
     """Raises TypeError if a function like `attention` does not have an argument, with the library of each name and the replacement.
 
     signature: the function's signature. positional: arguments after q, k and v by position. named: all arguments by name.
@@ -218,7 +218,7 @@ def _line(name: str, signature: inspect.Signature) -> str:
     return f"attention() has no argument {name!r}. help(flexattn.attention) lists its arguments."
 
 
-def _positional_line(positional: Sequence[Any], signature: inspect.Signature) -> str:
+def _positional_line(positional: Sequence[object], signature: inspect.Signature) -> str:
     """Returns the line for a call by position: the library whose order it seems to be, and the name of each argument here."""
     values = ", ".join(map(describe, positional[:3])) + (", ..." if len(positional) > 3 else "")
     line = f"attention() takes q, k and v by position, and got {values} after them."
@@ -244,7 +244,7 @@ def _ours(name: str) -> str:
     return _HINT_OF[name].ours if name in _HINT_OF else ""
 
 
-def _order_of(positional: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
+def _order_of(positional: Sequence[object]) -> tuple[str, tuple[str, ...]]:
     first = positional[0]
     if isinstance(first, Tensor):
         return ("SDPA's", _SDPA) if first.is_floating_point() or first.dim() > 1 else ("FlashAttention's", _FLASH_VARLEN)

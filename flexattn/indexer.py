@@ -29,7 +29,7 @@ class SelectedKeys(NamedTuple):
     scores: Tensor
 
 
-def select_keys(q: Tensor, k: Tensor, weights: Tensor, n: int, **options: Any) -> SelectedKeys:
+def select_keys(q: Tensor, k: Tensor, weights: Tensor, n: int, **options: object) -> SelectedKeys:
     """Returns the n keys with the largest scores for each query, as `kv_indices` of `attention`, and their scores.
 
     The score of query i and key j is sum_h weights[i, h] * relu(softmax_scale * q[i, h] k[j]), in float32. Keys that masks, windows
@@ -75,7 +75,7 @@ def select_keys(q: Tensor, k: Tensor, weights: Tensor, n: int, **options: Any) -
     return SelectedKeys(kv_indices, _Scores.apply(x.q, x.k, weights, kv_indices, x, spec))  # type: ignore[no-untyped-call]
 
 
-def key_weights(q: Tensor, k: Tensor, lse: Tensor, kv_indices: Tensor, **options: Any) -> Tensor:
+def key_weights(q: Tensor, k: Tensor, lse: Tensor, kv_indices: Tensor, **options: object) -> Tensor:
     """Returns the softmax weights of the keys in lists, summed over the heads that share a list, without a gradient.
 
     It is the target of `selection_loss`: `attention(..., return_lse=True)` gives lse for the same arguments.
@@ -132,7 +132,7 @@ def selection_loss(scores: Tensor, weights: Tensor, kv_indices: Tensor) -> Tenso
     return rows.sum() / is_row.sum().clamp(min=1)
 
 
-def _prepared(function: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Operands, AttentionSpec]:
+def _prepared(function: str, q: Tensor, k: Tensor, options: dict[str, object]) -> tuple[Operands, AttentionSpec]:
     """Returns a checked call without values, which are k, and its spec."""
     if is_traced():
         raise RuntimeError(f"{function}() cannot be traced or compiled; call it outside of the compiled region")

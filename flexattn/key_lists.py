@@ -63,7 +63,7 @@ def _check_tensor(name: str, t: Any, q: Tensor) -> None:
 
 def with_block_mask(
     q: Any, k: Any, given: dict[str, Any], sizes_of: Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns options of `attention` whose lists of blocks are a block_mask, if blocks of queries have lists.
 
     given: options with a kv_block_size. sizes_of: `shorthands.score_sizes`. If each query has a list, the options

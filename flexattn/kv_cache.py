@@ -94,10 +94,10 @@ class PagedKVCache:
         self.page_table = table.view(rows, columns)
         self.seqused_before, self.seqused_kv, self.cu_seqlens_q = lengths
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name not in _VIEWS}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._share()
 

@@ -16,7 +16,7 @@ _LENGTHS = (*(name for name in LengthOptions.__annotations__ if name.startswith(
 _JAGGED_DIM = {"bshd": 1, "bhsd": 2}
 
 
-def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: Arguments) -> Any:
+def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: Arguments) -> object:
     """Returns attend(q, k, v, **arguments) for jagged nested tensors q, k and v; out is one with q's sequences.
 
     Raises the errors of `packed_call`.
@@ -33,7 +33,7 @@ def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments:
     return type(result)(out, *others) if others else out
 
 
-def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[Any, Any, Any], Arguments]:
+def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[object, object, object], Arguments]:
     """Returns q, k, v and the arguments of the packed call that equals a call of nested q, k and v.
 
     Raises ValueError for FP8, for a format other than "bshd" and "bhsd", for a jagged dim other than the format's s, for lengths as

@@ -339,7 +339,7 @@ def attention_forward_out_implementation(*call: object) -> tuple[Tensor, Tensor]
 
 def attention_backward_implementation(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: object
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     x, settings = _split(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
     gradients = run_backward(spec, settings.backend, x, Incoming(out, lse, dout, dlse))
@@ -358,7 +358,7 @@ def attention_forward_out_fake(*call: object) -> tuple[Tensor, Tensor]:
     return lse, max_logit
 
 
-def attention_backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: object) -> tuple[Any, ...]:
+def attention_backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: object) -> tuple[object, ...]:
     x, settings = _split(call)
     bias = x.bias if settings.needs_bias_grad else None
     dtype = dtype_of(settings.fp8_out) if settings.fp8_out else x.q.dtype

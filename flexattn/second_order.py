@@ -62,9 +62,17 @@ class Call:
 
     def runs_kernels(self, spec: AttentionSpec, x: Operands, along: Tensors, wanted: Sequence[bool]) -> bool:
         """Returns whether Triton kernels compute a tangent, or the derivatives of the wanted tensors, along these tangents."""
-        if triton_second_order.unsupported(spec, along, wanted):
+        if triton_second_order.unsupported(spec, x, along, wanted):
             return False
         return ops.backend_name(spec, "forward", self.settings.backend, x) == "triton"
+
+    def mod_of(self, spec: AttentionSpec, along: Tensors, wanted: Sequence[bool]) -> second_order.SecondMod | None:
+        """Returns the second derivatives of the call's score_mod, or None without one."""
+        if spec.mods is None or spec.mods.score is None:
+            return None
+        from flexattn.mods.second import second  # here, because few calls have a score_mod
+
+        return second(spec.mods.text, tuple(t is not None for t in along[len(_DENSE) :]), tuple(wanted[len(_DENSE) :]))
 
     def along(self, tangents: Tensors) -> list[Tensor | None]:
         """Returns the tangents of all inputs from the tangents of the wanted ones."""
@@ -162,8 +170,9 @@ class Tangent(_WithRule):
     def forward(call: Call, out: Tensor, lse: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
         x = call.operands(rest)
         spec, along = call.spec_of(x), call.along(rest[call.ends[1] :])
-        if call.runs_kernels(spec, x, along, [False] * len(along)):
-            return triton_second_order.tangent(spec, x, out, lse, along)
+        wanted = [False] * len(along)
+        if call.runs_kernels(spec, x, along, wanted):
+            return triton_second_order.tangent(spec, x, lse, along, call.mod_of(spec, along, wanted))
         return second_order.tangent(spec, x, along)
 
     @staticmethod
@@ -243,7 +252,8 @@ class DoubleBackward(_WithRule):
             refuse_own_dropout(spec, call.settings, x)
         along = call.along(rest[call.ends[1] :])
         if call.runs_kernels(spec, x, along, call.wanted):
-            found = triton_second_order.double_backward(spec, x, (out, lse), (dout, dlse), along)
+            given, mod = triton_second_order.Given(lse, dout, dlse), call.mod_of(spec, along, call.wanted)
+            found = triton_second_order.double_backward(spec, x, given, along, call.wanted, mod)
         else:
             found = second_order.double_backward(spec, x, dout, dlse, along, call.wanted)
         return found.ddout, found.ddlse, *(t for t in found.inputs if t is not None)

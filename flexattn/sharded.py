@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 # By its name, because plain attention has one too. No call depends on whether another module imported it.
-_over_sequence: Any = importlib.import_module("flexattn.distributed.sequence")
+_over_sequence = importlib.import_module("flexattn.distributed.sequence")
 _SHIFTED = "_flexattn_shifted"
 _OF_ROWS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_table")
 
@@ -239,7 +239,7 @@ def _rows(cu_seqlens: Tensor | None, kinds: list[str], mesh: DeviceMesh, batch: 
 def _shifted(mod: Mod, position: int, first_row: int, first_head: int) -> Mod:
     """Returns the mod for this rank, whose batch entries and heads begin at first_row and first_head."""
 
-    def shifted(*arguments: Tensor, **named: Tensor) -> Any:
+    def shifted(*arguments: Tensor, **named: Tensor) -> object:
         before, b, h, after = arguments[:position], arguments[position], arguments[position + 1], arguments[position + 2 :]
         return mod(*before, b + first_row, h + first_head, *after, **named)
 

@@ -21,7 +21,7 @@ DIAGONALS = (
 )
 
 
-def in_full(q: object, k: object, arguments: Mapping[str, Any]) -> Any:
+def in_full(q: object, k: object, arguments: Mapping[str, object]) -> Any:
     """Returns all arguments except q, k and v without short forms: the `Arguments` that `prepare` takes.
 
     arguments: arguments of `attention`. Missing ones get their defaults. Raises if a short form contradicts another argument;
@@ -45,7 +45,7 @@ def in_full(q: object, k: object, arguments: Mapping[str, Any]) -> Any:
     return full
 
 
-def without_aliases(q: Any, k: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def without_aliases(q: Any, k: Any, options: Mapping[str, object]) -> dict[str, Any]:
     """Returns the options with cu_seqlens, max_seqlen, mask and lists of blocks written as other options."""
     given = dict(options)
     for name in BOTH_SIDES:
@@ -63,7 +63,7 @@ def without_aliases(q: Any, k: Any, options: Mapping[str, Any]) -> dict[str, Any
     return given
 
 
-def both_sides(name: str, value: object, q_value: object, kv_value: object) -> tuple[Any, Any]:
+def both_sides(name: str, value: object, q_value: object, kv_value: object) -> tuple[object, object]:
     """Returns the value for queries and for keys. Raises if one of them is given too."""
     for side, given in (("q", q_value), ("kv", kv_value)):
         if given is not None:
@@ -92,7 +92,7 @@ def softmax_type_of(softmax_type: object, softmax_offset: object) -> Any:
     return implied
 
 
-def _check_one_diagonal(q: object, k: object, full: dict[str, Any], formats: tuple[str, str], has_lengths: bool) -> None:
+def _check_one_diagonal(q: object, k: object, full: dict[str, object], formats: tuple[str, str], has_lengths: bool) -> None:
     """Raises if the diagonals from the first key and from the last key may differ."""
     if has_lengths:
         pairs = [(full.get(f"{name}_q"), full.get(f"{name}_kv")) for name in ("cu_seqlens", "seqused")]
@@ -112,7 +112,7 @@ def _check_one_diagonal(q: object, k: object, full: dict[str, Any], formats: tup
     raise ValueError(f"causal is True and {why}. {hint}{DIAGONALS.format(*names)}.")
 
 
-def score_sizes(q: Any, k: Any, full: dict[str, Any], argument: str = "mask") -> tuple[Any, ...]:
+def score_sizes(q: Any, k: Any, full: dict[str, Any], argument: str = "mask") -> tuple[object, ...]:
     """Returns the sizes [b, h, sq, skv] of the scores of a mask or a bias. Raises if they are not known.
 
     argument: the name of the mask in errors.

@@ -106,7 +106,7 @@ MANY_HEADS = 129  # models without GQA have up to 128 heads, some with v padded 
 
 
 def warn_of_mistakes(
-    q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str], attn_mask_type: str, longest: tuple[Any, Any]
+    q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str], attn_mask_type: str, longest: tuple[object, object]
 ) -> None:
     """Warns once for each usual mistake of a valid call. longest: the longest sequences of queries and of keys.
 

@@ -21,7 +21,7 @@ LENGTH = 128  # length of a spec's sequences if its length class is not known
 
 
 def warmup(
-    *calls: AttentionSpec | Mapping[str, Any], backend: str | None = None, progress: bool = True, workers: int | None = None
+    *calls: AttentionSpec | Mapping[str, object], backend: str | None = None, progress: bool = True, workers: int | None = None
 ) -> list[Explanation]:
     """Compiles the Triton kernels and builds the cuDNN plans that calls will run, in each direction that they need.
 
@@ -63,7 +63,7 @@ class _Call(NamedTuple):
     x: Operands
 
 
-def _resolved(call: AttentionSpec | Mapping[str, Any], backend: str | None) -> _Call:
+def _resolved(call: AttentionSpec | Mapping[str, object], backend: str | None) -> _Call:
     if isinstance(call, AttentionSpec):
         if call.mods is not None or call.block_size is not None:
             raise ValueError(

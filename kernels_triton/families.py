@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common import crossovers
@@ -23,35 +24,35 @@ from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_larg
 
 _NEVER_RAN = "it was compiled and emulated, and never run on such a GPU"
 
-MMA_HAS_RUN = False
-"""Whether the families for mma.sync run where `crossovers` has a rule, and not only on request."""
+HOPPER_SPARSE_HAS_RUN = False
+"""Whether the families for lists of keys on sm_90 run without a request."""
 
 
 FITTED_HAS_RUN = False
 """Whether `Family.fitted_tile` is used without a request."""
 
 
-def _hopper(name: str) -> Any:
+def _hopper(name: str) -> ModuleType:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
     return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
 
 
-def _blackwell(name: str) -> Any:
+def _blackwell(name: str) -> ModuleType:
     """Returns a module of kernels for sm_100, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.blackwell.{name}")
 
 
-def _mma(name: str) -> Any:
+def _mma(name: str) -> ModuleType:
     """Returns a module of kernels for mma.sync, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.mma.{name}")
 
 
-def _sparse(name: str) -> Any:
+def _sparse(name: str) -> ModuleType:
     """Returns a module of kernels for lists of keys, imported when a call has them."""
     return importlib.import_module(f"flexattn.kernels_triton.sparse.{name}")
 
 
-def _gluon(name: str) -> Any:
+def _gluon(name: str) -> ModuleType:
     """Returns a module that kernels in Gluon share, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.gluon.{name}")
 
@@ -102,10 +103,12 @@ class Choice(NamedTuple):
 
 def choose(call: Call, policy: Policy) -> Choice:
     """Returns the first family that can run a call and is not slower, in the order for its direction and operands."""
-    if call.problem.kv_indices is not None:
-        family = SPARSE_FORWARD if isinstance(call, Forward) else SPARSE_BACKWARD
-        return Choice(family, family.tile(call), "the kernels for lists of keys", ())
-    order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
+    is_sparse = call.problem.kv_indices is not None
+    order: Sequence[Family[Any]]
+    if is_sparse:
+        order = SPARSE_FORWARDS if isinstance(call, Forward) else (SPARSE_BACKWARD,)
+    else:
+        order = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected: list[tuple[str, str]] = []
     for family in order[:-1]:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
@@ -119,7 +122,8 @@ def choose(call: Call, policy: Policy) -> Choice:
             return Choice(family, _tile(family, call, policy), why, tuple(rejected), rule)
         rejected.append((family.name, reason))
     portable = order[-1]
-    return Choice(portable, portable.tile(call), "the kernels for every GPU and every call", tuple(rejected))
+    why = "the kernels for lists of keys" if is_sparse else "the kernels for every GPU and every call"
+    return Choice(portable, portable.tile(call), why, tuple(rejected))
 
 
 def _tile(family: Family[Any], call: Any, policy: Policy) -> Any:
@@ -146,6 +150,8 @@ _EMULATED = (
     "sm_90 fused",
     "sm_90 fused 192",
     "sm_90 two-kernel",
+    "sm_90 sparse",
+    "sm_90 sparse latent",
     "sm_100",
     "sm_100 fused",
 )
@@ -163,7 +169,7 @@ def _unsupported_out(call: Forward) -> str | None:
     return "it writes out in 16 bits" if call.out.element_size() > max(2, call.problem.q.element_size()) else None
 
 
-def _never(call: Any) -> None:
+def _never(call: object) -> None:
     """Returns None, for a family without any reason against it."""
 
 
@@ -248,7 +254,7 @@ PORTABLE_BACKWARD = Family[Backward](
 )
 
 
-def _gluon_splits(call: Forward, tile: Any, programs: int = 1) -> Splits:
+def _gluon_splits(call: Forward, tile: object, programs: int = 1) -> Splits:
     conditions = _gluon("conditions")
     group = conditions.heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *conditions.tiles_and_room(call.problem, tile, group, programs))
@@ -280,7 +286,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
 )
 
 
-def _fp8_cache_splits(call: Forward, tile: Any) -> Splits:
+def _fp8_cache_splits(call: Forward, tile: object) -> Splits:
     kernels = _hopper("fp8_cache")
     group = kernels.heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
@@ -353,7 +359,6 @@ MMA_FORWARD = Family[Forward](
     run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(call, tile, SPLIT_PROGRAMS),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 
@@ -362,6 +367,7 @@ MMA_FP8_FORWARD = replace(
     name="mma.sync FP8",
     unsupported=lambda call: _mma("conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
     capabilities=frozenset((89, 120)),
+    has_run=False,
 )
 
 
@@ -383,7 +389,7 @@ def _unsupported_in_fp8(call: Backward) -> str | None:
     return "gradients of a bias and of captures need values that only the portable backward writes" if is_reached else None
 
 
-def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> None:
+def _run_backward(launcher: Callable[..., None], call: Backward, tile: object) -> None:
     from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
 
     launcher(call, tile)
@@ -459,7 +465,6 @@ MMA_FUSED = Family[Backward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 MMA_TWO_KERNELS = Family[Backward](
@@ -472,7 +477,6 @@ MMA_TWO_KERNELS = Family[Backward](
     ),
     run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
     capabilities=frozenset((80, 86, 89, 120)),
-    has_run=MMA_HAS_RUN,
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
@@ -519,14 +523,47 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
 )
 
 
+def _heads_and_keys(tile: Tile) -> str:
+    return f"{tile.block_m} heads x {tile.block_n} keys"
+
+
 SPARSE_FORWARD = Family[Forward](
     name="sparse",
     direction="forward",
     unsupported=_never,
     tile=lambda call: _sparse("tiles").forward_tile(call.problem),
-    blocks=lambda tile: f"{tile.block_m} heads x {tile.block_n} keys",
+    blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("forward").sparse_forward(call.problem, call.out, call.lse, tile),
+    splits=lambda call, tile: _sparse("forward").num_splits(call.problem, tile),
 )
+
+
+HOPPER_SPARSE_LATENT = Family[Forward](
+    name="sm_90 sparse latent",
+    direction="forward",
+    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").wide_unsupported(call.problem),
+    tile=lambda call: _sparse("conditions").wide_tile(call.problem),
+    blocks=_heads_and_keys,
+    run=lambda call, tile: _sparse("hopper_wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
+    capabilities=frozenset((90,)),
+    has_run=HOPPER_SPARSE_HAS_RUN,
+)
+
+
+HOPPER_SPARSE = Family[Forward](
+    name="sm_90 sparse",
+    direction="forward",
+    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").narrow_unsupported(call.problem),
+    tile=lambda call: _sparse("conditions").narrow_tile(call.problem),
+    blocks=_heads_and_keys,
+    run=lambda call, tile: _sparse("hopper_forward").narrow_forward(call.problem, call.out, call.lse, tile),
+    capabilities=frozenset((90,)),
+    has_run=HOPPER_SPARSE_HAS_RUN,
+)
+
+
+SPARSE_FORWARDS: tuple[Family[Forward], ...] = (HOPPER_SPARSE_LATENT, HOPPER_SPARSE, SPARSE_FORWARD)
+"""Families for lists of keys, in the order of the choice."""
 
 
 SPARSE_BACKWARD = Family[Backward](
@@ -534,7 +571,7 @@ SPARSE_BACKWARD = Family[Backward](
     direction="backward",
     unsupported=_never,
     tile=lambda call: _sparse("tiles").backward_tile(call.problem),
-    blocks=lambda tile: f"{tile.block_m} heads x {tile.block_n} keys",
+    blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("backward").sparse_backward(call, tile),
 )
 
@@ -542,7 +579,7 @@ SPARSE_BACKWARD = Family[Backward](
 def _dequantized(family: Family[Backward]) -> Family[Backward]:
     """Runs a 16-bit family on dequantised FP8 operands."""
 
-    def evaluate(question: Callable[[Backward], Any], call: Backward) -> Any:
+    def evaluate(question: Callable[[Backward], object], call: Backward) -> Any:
         """Calls a family's function with the 16-bit call, on meta tensors."""
         x = call.problem
         problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")

@@ -63,13 +63,13 @@ def _causal(device: str) -> dict[str, object]:
     return {"attn_mask_type": "causal"}
 
 
-def _packed(device: str) -> dict[str, Any]:
+def _packed(device: str) -> dict[str, object]:
     offsets = torch.tensor([0, 100, 100, 433, 600], dtype=torch.int32, device=device)
     lengths = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": 333, "max_seqlen_kv": 333}
     return {"qkv_format": "thd", "attn_mask_type": "padding_causal", **lengths}
 
 
-def _bias(device: str) -> dict[str, Any]:
+def _bias(device: str) -> dict[str, object]:
     generator = torch.Generator(device).manual_seed(1)
     bias = torch.randn(1, 4, 333, 333, generator=generator, device=device).to(torch.bfloat16)
     return {"bias_type": "post_scale_bias", "bias": bias}
@@ -323,7 +323,7 @@ def _both(call: Callable[[], Tensor], leaves: Sequence[Tensor]) -> tuple[float |
         return None, None
 
 
-def _median(call: Callable[[], Any], count: int = 11) -> float:
+def _median(call: Callable[[], object], count: int = 11) -> float:
     """Returns the median time of a call on the GPU in ms."""
     event: Any = torch.cuda.Event
     events = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(count)]

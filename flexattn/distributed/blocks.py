@@ -44,7 +44,7 @@ class Blocks:
         """Blocks that at least one head sees a part of: bool [b | 1, blocks of queries, blocks of keys]."""
         return (self.kinds != HIDDEN).any(1)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"kinds": self.kinds, "size_q": self.size_q, "size_kv": self.size_kv, "mask_mod": None}
 
     def keys(self, row: int | None, queries: Run, keys: Run) -> Iterator[Run]:

@@ -148,7 +148,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     return chosen(out, lse, max_logit, options.get("return_lse", False), return_max_logit)
 
 
-def _name_of(value: object) -> Any:
+def _name_of(value: object) -> object:
     return str(value) if isinstance(value, torch.dtype) else value
 
 

@@ -73,7 +73,7 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
     return chosen(out, lse, None, return_lse, False)
 
 
-def _refuse(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> None:
+def _refuse(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, object]) -> None:
     """Raises ValueError for arguments that cannot be split over ranks."""
     for name, accepted in NOT_TAKEN.items():
         value = options.get(name)

@@ -89,7 +89,7 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         return own | {"group": None, "host_groups": None}
 

@@ -232,7 +232,7 @@ def _strategy(name: str, plan: Plan, scores: Scores, heads: Heads) -> Strategy:
     return Ring(plan, scores) if name == "ring" else Gather(plan, name, scores, {})
 
 
-def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
+def _with_blocks(plan: Plan, options: dict[str, object]) -> None:
     """Adds the mask_mod of the plan's block mask to the options. Raises ValueError if there is another one, or none."""
     blocks = plan.mask.blocks
     if blocks is None:
@@ -264,7 +264,7 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-def check_arguments(plan: object, options: dict[str, Any]) -> None:
+def check_arguments(plan: object, options: dict[str, object]) -> None:
     """Raises for a wrong plan, and for an argument that `attention` does not have or that cannot be split."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; accepted: a Plan from flexattn.distributed.plan")
@@ -391,7 +391,7 @@ class KeptRanks(KeptCall):
         return self.call(key).run()
 
 
-def checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
+def checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, object]) -> CheckedCall:
     """Returns the checked call. On all ranks, raises errors of arguments before anything is sent.
 
     A call is checked once if it can be kept. Calls with mods or in FP8, and all calls under FLEXATTN_CHECK, are checked each time.
@@ -412,7 +412,7 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | No
     return call
 
 
-def _checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
+def _checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, object]) -> CheckedCall:
     error, call = None, None
     try:
         call = CheckedCall.of(q, k, v, plan, strategy, options)

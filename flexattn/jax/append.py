@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +128,7 @@ def run(text: bytes, tensors: list[Tensor]) -> list[Tensor]:
 ffi.register(_NAME, run)
 
 
-def on_host(*arrays: jax.Array, call: AppendCall) -> Any:
+def on_host(*arrays: jax.Array, call: AppendCall) -> object:
     """Returns the updated arrays, in a trace for a CPU: torch appends in a handler that XLA calls."""
     shapes = _shapes(call, arrays)
     aliases = {call.names.index(name): i for i, name in enumerate(call.updated(arrays))}
@@ -188,7 +188,7 @@ def _layout(call: AppendCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
     )
 
 
-def _no_gradient(*_: object, **__: object) -> Any:
+def _no_gradient(*_: object, **__: object) -> object:
     raise NotImplementedError(
         "append_kv has no gradient but is differentiated; accepted: jax.lax.stop_gradient of the caches and of the new rows"
     )

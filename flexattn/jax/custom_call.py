@@ -164,5 +164,5 @@ def _compiled(launch: Any, architecture: int) -> tuple[Any, Any]:
         return entry
 
 
-_kernels: dict[str, tuple[Any, Any]] = {}
+_kernels: dict[str, tuple[object, object]] = {}
 _lock = fork_safe(threading.Lock())

@@ -1,13 +1,14 @@
-"""Second derivatives of JAX calls: rules that call `dispatch.second_order` on the host.
+"""Derivatives of JAX calls: tangents, whose transpose is the backward, and second derivatives.
 
-The forward's tangent and the backward's tangent are one primitive that is linear in its last arguments. Its transpose is the same
-primitive of another kind. On a CUDA device its arrays are copied to the host and back.
+The forward's tangent and the backward's tangent are one primitive that is linear in its last arguments. Its transpose is the
+backward, or the same primitive of another kind. `dispatch.second_order` computes it on the host. On a CUDA device its arrays are
+copied there and back.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -22,18 +23,22 @@ from flexattn import ops
 from flexattn.dispatch import second_order
 from flexattn.jax.call import LISTS, Call
 from flexattn.jax.host import operands_of
+from flexattn.jax.primitives import alike, backward_p, bind, forward_p, result_like
 
-# tangent: (operands, t) -> tangents of out and lse. gradients: (operands, dout, dlse) -> gradients. hessian: (operands, dout, dlse,
-# t, t_dout, t_dlse) -> tangents of the gradients. double: (operands, dout, dlse, c) -> gradients of <c, gradients>.
-# bend: (operands, t, s) -> derivatives of the tangents along s. Only its transpose runs, which is a `double`.
+# tangent: (operands, out, lse, amaxes, t, histories) -> tangents of out and lse. bend: (operands, out, lse, t, s) -> derivatives of
+# the tangents along s. Only its transpose runs. hessian: (operands, dout, dlse, t, t_dout, t_dlse) -> tangents of the gradients.
+# gradients: (operands, dout, dlse) -> gradients. double: (operands, dout, dlse, c) -> gradients of <c, gradients>.
 Kind = Literal["tangent", "gradients", "hessian", "double", "bend"]
+Maps = tuple[tuple[int | None, ...], ...]  # the mapped axis of each argument for each jax.vmap around the call, innermost first
+Noted = tuple[tuple[str, int], ...]  # FP8 histories whose cotangents are this call's amaxes: names of their tensors, and rows
+_AMAXES = ("q", "k", "v", "out", "dout")  # the last results of a forward with delayed scaling, and the last of a backward
 
 
 def refuse(*_: object, **__: object) -> Any:
     """Raises NotImplementedError for a derivative that a call does not have."""
     raise NotImplementedError(
-        "a third derivative of attention, a forward-mode derivative of a forward-mode one, or a second derivative in FP8 was asked "
-        "for; accepted: jax.grad of jax.grad, jax.jvp of jax.grad, jax.grad of jax.jvp, jax.hessian"
+        "a third derivative of attention, a forward-mode derivative of a forward-mode one, or a forward-mode or second derivative "
+        "in FP8 was asked for; accepted: jax.grad of jax.grad, jax.jvp of jax.grad, jax.grad of jax.jvp, jax.hessian"
     )
 
 
@@ -98,116 +103,184 @@ def _to_numpy(t: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _shapes(
-    arrays: Sequence[Any], call: Call, kind: Kind, moved: Sequence[int], results: Any, other: Sequence[int] = ()
+    arrays: Sequence[Any], call: Call, kind: Kind, moved: Sequence[int], other: object = (), noted: object = ()
 ) -> list[jax.ShapeDtypeStruct]:
-    like: Sequence[Any]
+    results = arrays[call.num_operands : call.num_operands + 2]  # out and lse, or dout and dlse
     if kind in ("tangent", "bend"):
         like = results
     elif kind == "hessian":
         like = [arrays[operand] for operand in call.wanted()]
     else:
-        outer = () if kind == "gradients" else arrays[call.num_operands : call.num_operands + 2]
-        like = [*outer, *(arrays[operand] for operand in moved)]
+        like = [*(() if kind == "gradients" else results), *(arrays[operand] for operand in moved)]
     return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like]
 
 
-def _call_host(
-    *arrays: jax.Array, call: Call, kind: Kind, moved: tuple[int, ...], results: Any, other: tuple[int, ...] = ()
-) -> list[jax.Array]:
-    if kind == "bend":
+def _abstract(*avals: Any, maps: Maps, **parameters: Any) -> list[Any]:
+    first, sizes = avals[0], []
+    for dims in reversed(maps):
+        sizes.append(next(a.shape[dim] for a, dim in zip(avals, dims, strict=True) if dim is not None))
+        parts = ([size for i, size in enumerate(a.shape) if i != dim] for a, dim in zip(avals, dims, strict=True))
+        avals = tuple(jax.ShapeDtypeStruct(shape, a.dtype) for shape, a in zip(parts, avals, strict=True))
+    shapes = _shapes(avals, **parameters)
+    return [result_like(jax.ShapeDtypeStruct((*sizes, *shape.shape), shape.dtype), first) for shape in shapes]
+
+
+def _evaluated(*arrays: Any, maps: Maps, **parameters: Any) -> Any:
+    """Returns the results of the primitive, in a loop over each mapped axis."""
+    call, kind = parameters["call"], parameters["kind"]
+    if kind == "bend" or _is_fp8(call):
         refuse()
-    shapes = _shapes(arrays, call, kind, moved, results)
-    run = functools.partial(_run, call=call, kind=kind, moved=moved, other=other)
-    return list(jax.pure_callback(lambda *given: run(given), tuple(shapes), *arrays, vmap_method="sequential"))
+
+    def one(*arrays: Any) -> Any:
+        given = arrays if kind != "tangent" else (*arrays[: call.num_operands], *arrays[call.num_operands + 2 :])
+        run = functools.partial(_run, call=call, kind=kind, moved=parameters["moved"], other=parameters["other"])
+        shapes = tuple(_shapes(arrays, **parameters))
+        return tuple(jax.pure_callback(lambda *given: run(given), shapes, *given, vmap_method="sequential"))
+
+    for dims in maps:
+        one = jax.vmap(one, in_axes=dims)
+    return list(one(*arrays))
 
 
-def _batched(arrays: Sequence[jax.Array], dims: Sequence[int | None], **parameters: Any) -> tuple[Any, Any]:
-    found = jax.vmap(functools.partial(_call_host, **parameters), in_axes=tuple(dims))(*arrays)
-    return found, [0] * len(found)
+def _is_fp8(call: Call) -> bool:
+    return call.config is not None or bool(call.settings.fp8_out) or call.is_delayed or call.out8 is not None
 
 
-def _transposed(
-    cotangents: Sequence[Any],
-    *arrays: Any,
-    call: Call,
-    kind: Kind,
-    moved: tuple[int, ...],
-    results: Any,
-    other: tuple[int, ...] = (),
+def _bind(arrays: Sequence[Any], call: Call, kind: Kind, moved: Sequence[int], **others: Any) -> list[jax.Array]:
+    parameters: dict[str, Any] = {"other": (), "noted": (), "maps": ()} | others
+    return list(derivative_p.bind(*alike(arrays), call=call, kind=kind, moved=tuple(moved), **parameters))
+
+
+def _num_linear(kind: Kind, moved: Sequence[int], noted: Noted) -> int:
+    """Returns the number of last arguments in which the primitive is linear."""
+    if kind not in ("tangent", "bend", "hessian"):
+        refuse()
+    return len(moved) + len(noted) + (2 if kind == "hessian" else 0)
+
+
+def _transposed(cotangents: Sequence[Any], *arrays: Any, maps: Maps, **parameters: Any) -> list[Any]:
+    """Returns the cotangents of the linear arguments."""
+    known = len(arrays) - _num_linear(parameters["kind"], parameters["moved"], parameters["noted"])
+    are_zero = [type(ct) is ad.Zero for ct in cotangents]
+
+    def one(*given: Any) -> list[Any]:
+        left = iter(given[known:])
+        return _cotangents(given[:known], [None if is_zero else next(left) for is_zero in are_zero], **parameters)
+
+    run = one
+    incoming = [ct for ct, is_zero in zip(cotangents, are_zero, strict=True) if not is_zero]
+    for dims in maps:
+        run = _over(run, (*dims[:known], *(0 for _ in incoming)), dims[known:])
+    found = [None] * known + run(*arrays[:known], *incoming)
+    return [ct if ad.is_undefined_primal(a) else None for ct, a in zip(found, arrays, strict=True)]
+
+
+def _over(function: Callable[..., list[Any]], dims: tuple[int | None, ...], results: tuple[int | None, ...]) -> Any:
+    """Returns the function over a mapped axis. results: the axis of each result; None: a sum over the axis."""
+
+    def run(*arrays: Any) -> list[Any]:
+        found = jax.vmap(function, in_axes=dims, out_axes=[0 if dim is None else dim for dim in results])(*arrays)
+        return [t.sum(0).astype(t.dtype) if dim is None else t for t, dim in zip(found, results, strict=True)]
+
+    return run
+
+
+def _cotangents(
+    known: Sequence[Any], given: Sequence[Any], call: Call, kind: Kind, moved: Sequence[int], other: Any, noted: Noted
 ) -> list[Any]:
-    """Returns the cotangents of the linear arguments of a tangent, a hessian or a bend."""
     count = call.num_operands
-    given: list[Any] = [ad.instantiate_zeros(c) for c in cotangents]
-    rest: list[Any]
-    if kind == "tangent":
-        found = derivative_p.bind(*arrays[:count], *given, call=call, kind="gradients", moved=moved, results=results)
-        return [None] * count + list(found)
-    if kind == "bend":
-        fixed = arrays[count : count + len(other)]
-        _, _, *rest = derivative_p.bind(
-            *arrays[:count], *given, *fixed, call=call, kind="double", moved=moved, results=None, other=other
-        )
-        return [None] * (count + len(other)) + rest
-    if kind != "hessian":
-        refuse()
-    known = arrays[: count + 2]
-    wanted = tuple(call.wanted())
-    ddout, ddlse, *rest = derivative_p.bind(*known, *given, call=call, kind="double", moved=moved, results=None, other=wanted)
-    return [None] * len(known) + [*rest, ddout, ddlse]
+    operands, (first, second) = known[:count], known[count : count + 2]  # out and lse, or dout and dlse
+    if kind == "hessian":
+        wanted = tuple(call.wanted())
+        filled = [jnp.zeros_like(operands[i]) if ct is None else ct for i, ct in zip(wanted, given, strict=True)]
+        ddout, ddlse, *rest = _bind([*operands, first, second, *filled], call, "double", moved, other=wanted)
+        return [*rest, ddout, ddlse]
+    dout, dlse = given
+    dout = jnp.zeros_like(first) if dout is None else dout
+    if kind == "bend" or not {*moved} <= {*call.wanted()}:
+        both = [*operands, dout, jnp.zeros_like(second) if dlse is None else dlse]
+        if kind == "bend":
+            return _bind([*both, *known[count + 2 :]], call, "double", moved, other=other)[2:]
+        return _bind(both, call, "gradients", moved)
+    found = bind(backward_p, [*operands, first, second, dout, *([] if dlse is None else [dlse])], call)
+    by_operand = dict(zip(call.wanted(), found, strict=False))
+    results = [by_operand[i].reshape(operands[i].shape).astype(operands[i].dtype) for i in moved]
+    # The cotangent of a history is this call's amax, whatever the incoming gradients are.
+    amaxes = dict(zip(_AMAXES, (*known[count + 2 :], found[-1]), strict=False))
+    return results + [jnp.zeros((rows, *amaxes[name].shape), jnp.float32).at[0].set(amaxes[name]) for name, rows in noted]
 
 
-def _derivative_rule(primals: Sequence[Any], tangents: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
-    """Returns tangents of out and lse, and their tangents, which only reverse mode computes."""
-    call, moved = parameters["call"], parameters["moved"]
-    if parameters["kind"] != "tangent":
-        refuse()
-    count = call.num_operands
-    found = derivative_p.bind(*primals, **parameters)
+def _derivative_rule(primals: Sequence[Any], tangents: Sequence[Any], maps: Maps, **parameters: Any) -> tuple[Any, Any]:
+    """Returns the results and their tangents. The tangent along operands is a `bend`, which only reverse mode computes."""
+    call, kind, moved, noted = (parameters[name] for name in ("call", "kind", "moved", "noted"))
+    known, count = len(primals) - _num_linear(kind, moved, noted), call.num_operands
+    found = derivative_p.bind(*primals, maps=maps, **parameters)
     sums: list[Any] = [ad.Zero(jax.typeof(a).to_tangent_aval()) for a in found]
     again = tuple(i for i in _places(call) if type(tangents[i]) is not ad.Zero)
+    if again and (kind != "tangent" or _is_fp8(call)):
+        refuse()
     if again:
-        given = [*primals, *(tangents[i] for i in again)]
-        sums = derivative_p.bind(*given, **parameters | {"kind": "bend", "moved": again, "other": moved})
-    if any(type(t) is not ad.Zero for t in tangents[count:]):
-        linear = derivative_p.bind(*primals[:count], *map(ad.instantiate_zeros, tangents[count:]), **parameters)
+        given = [*primals[: count + 2], *primals[known:], *(tangents[i] for i in again)]
+        mapped = tuple((*dims[: count + 2], *dims[known:], *(dims[i] for i in again)) for dims in maps)
+        sums = _bind(given, call, "bend", again, other=moved, maps=mapped)
+    if any(type(t) is not ad.Zero for t in tangents[known:]):
+        filled = map(ad.instantiate_zeros, tangents[known:])
+        linear = derivative_p.bind(*primals[:known], *filled, maps=maps, **parameters)
         sums = [ad.add_tangents(a, b) for a, b in zip(sums, linear, strict=True)]
     return found, sums
 
 
+def _batched(arrays: Sequence[Any], dims: Sequence[int | None], maps: Maps, **parameters: Any) -> tuple[Any, Any]:
+    found = derivative_p.bind(*arrays, maps=(*maps, tuple(dims)), **parameters)
+    return found, [0] * len(found)
+
+
 derivative_p = Primitive("flexattn_derivative")
 derivative_p.multiple_results = True
-derivative_p.def_impl(jax.jit(_call_host, static_argnames=("call", "kind", "moved", "results", "other")))
-derivative_p.def_abstract_eval(
-    lambda *avals, **parameters: [jax.core.ShapedArray(s.shape, s.dtype) for s in _shapes(avals, **parameters)]
-)
-mlir.register_lowering(derivative_p, mlir.lower_fun(_call_host, multiple_results=True))
+derivative_p.def_impl(jax.jit(_evaluated, static_argnames=("call", "kind", "moved", "other", "noted", "maps")))
+derivative_p.def_abstract_eval(_abstract)
+mlir.register_lowering(derivative_p, mlir.lower_fun(_evaluated, multiple_results=True))
 batching.primitive_batchers[derivative_p] = _batched
 ad.primitive_transposes[derivative_p] = _transposed
 ad.primitive_jvps[derivative_p] = _derivative_rule
 
 
-def _moved(call: Call, tangents: Sequence[Any]) -> tuple[int, ...]:
-    if call.config is not None or call.settings.fp8_out or call.is_delayed or call.out8 is not None:
+def tangent(
+    call: Call, operands: Sequence[Any], found: Sequence[Any], along: Mapping[int, Any], histories: Mapping[str, Any]
+) -> list[Any]:
+    """Returns the tangents of out and lse.
+
+    found: the results of the forward. along: the tangents by operand. histories: those of FP8 histories, by their tensors' names.
+    """
+    amaxes = found[1 - len(_AMAXES) :] if call.is_delayed else ()
+    given = [*operands, *found[:2], *amaxes, *along.values(), *histories.values()]
+    return _bind(given, call, "tangent", tuple(along), noted=tuple((name, t.shape[0]) for name, t in histories.items()))
+
+
+def _moved(call: Call, tangents: Sequence[Any]) -> dict[int, Any]:
+    if _is_fp8(call):
         refuse()
-    return tuple(i for i in _places(call) if type(tangents[i]) is not ad.Zero)
+    return {i: tangents[i] for i in _places(call) if type(tangents[i]) is not ad.Zero}
 
 
-def forward_rule(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], call: Call) -> tuple[Any, Any]:
+def _forward_rule(primals: Sequence[Any], tangents: Sequence[Any], call: Call) -> tuple[Any, Any]:
     """Returns the results of a forward, and their tangents."""
-    moved = _moved(call, tangents)
-    found = primitive.bind(*primals, call=call)
-    results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in found[:2])
-    along = derivative_p.bind(*primals, *(tangents[i] for i in moved), call=call, kind="tangent", moved=moved, results=results)
-    return found, [*along, *(ad.Zero(jax.typeof(a).to_tangent_aval()) for a in found[2:])]
+    along = _moved(call, tangents)
+    found = forward_p.bind(*primals, call=call)
+    return found, [*tangent(call, primals, found, along, {}), *(ad.Zero(jax.typeof(a).to_tangent_aval()) for a in found[2:])]
 
 
-def backward_rule(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], call: Call) -> tuple[Any, Any]:
+def _backward_rule(primals: Sequence[Any], tangents: Sequence[Any], call: Call) -> tuple[Any, Any]:
     """Returns the gradients of a backward, and their tangents. out and lse are functions of the operands."""
-    moved = _moved(call, tangents)
-    found = primitive.bind(*primals, call=call)
+    along = _moved(call, tangents)
+    found = backward_p.bind(*primals, call=call)
     count = call.num_operands
     operands, (_, lse, dout, *more) = primals[:count], primals[count:]
-    given = [*operands, dout, more[0] if more else jnp.zeros(lse.shape, lse.dtype), *(tangents[i] for i in moved)]
+    given = [*operands, dout, more[0] if more else jnp.zeros_like(lse), *along.values()]
     given.append(ad.instantiate_zeros(tangents[count + 2]))
-    given.append(ad.instantiate_zeros(tangents[count + 3]) if more else jnp.zeros(lse.shape, lse.dtype))
-    return found, derivative_p.bind(*given, call=call, kind="hessian", moved=moved, results=None)
+    given.append(ad.instantiate_zeros(tangents[count + 3]) if more else jnp.zeros_like(lse))
+    return found, _bind(given, call, "hessian", tuple(along))
+
+
+ad.primitive_jvps[forward_p] = _forward_rule
+ad.primitive_jvps[backward_p] = _backward_rule

@@ -87,7 +87,7 @@ def register(name: str, run: Run) -> None:
         jax.ffi.register_ffi_target(name, capsule(_handlers[-1]), platform=jax_name)
 
 
-_handlers: list[Any] = []  # XLA keeps their addresses
+_handlers: list[object] = []  # XLA keeps their addresses
 
 
 def capsule(function: Any) -> object:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.ad_checkpoint import checkpoint_name
-from jax.interpreters import ad
 from torch import Tensor
 
 from flexattn import ops, validation
@@ -28,7 +27,8 @@ from flexattn.jax import cuda, mods
 from flexattn.jax import fp8 as jax_fp8
 from flexattn.jax.block_mask import BlockMask
 from flexattn.jax.call import SCALED, Call, cumulative, flat, meta_tensor, shape_of_words
-from flexattn.jax.primitives import alike, backward_p, bind, forward_p
+from flexattn.jax.derivatives import tangent
+from flexattn.jax.primitives import alike, bind, forward_p
 from flexattn.prepare import default_alibi_slopes, prepare
 from flexattn.shorthands import in_full
 
@@ -81,9 +81,9 @@ def attention(
 
     Returns:
         out, (out, lse), (out, max_logit) or (out, lse, max_logit), as requested. If fp8_recipe requests an FP8 output, out is a
-        `flexattn.jax.fp8.QuantizedTensor`. out and lse have first derivatives in reverse mode, with respect to q, k, v, bias,
-        softmax_offset and the mods' captures. max_logit has none: its gradient is dropped. `jax.checkpoint` policies know out and
-        lse as "flexattn_out" and "flexattn_lse".
+        `flexattn.jax.fp8.QuantizedTensor`. out and lse have first and second derivatives in both modes, with respect to q, k, v,
+        bias, softmax_offset and the mods' captures. In FP8 they have first ones in reverse mode. max_logit has none: its gradient
+        is dropped. `jax.checkpoint` policies know out and lse as "flexattn_out" and "flexattn_lse".
 
     Raises:
         ValueError, TypeError: as `flexattn.attention`, when the call is traced.
@@ -240,15 +240,6 @@ class _Given(NamedTuple):
         dense = (0, 0) if fmt == "thd" else (int(tensor.shape[fmt.index("b")]), int(tensor.shape[fmt.index("s")]))
         return _Lengths(used, cu, *dense)
 
-    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, object]) -> dict[int, Any]:
-        """Returns the gradients of a state's histories, by the arrays' indices; amaxes: this call's, by the tensors' names."""
-        found = {}
-        for name, history in zip(SCALED, _HISTORIES, strict=True):
-            if history in self.names and name in amaxes:
-                place = self.names.index(history)
-                found[place] = jnp.zeros_like(arrays[place]).at[0].set(amaxes[name])
-        return found
-
     def _prepared(self, perturbed: Sequence[bool]) -> tuple[Operands, ops.Settings, QuantizeConfig | None, dict[int, int]]:
         places: dict[int, int] = {}
         kept: list[Tensor] = []  # keeps storages alive, so that their addresses are unique
@@ -348,7 +339,7 @@ def _given(given: Mapping[str, object]) -> _Given:
     return _Given(tuple(arrays), [*arrays.values(), *captures, *lists], static, traced, captures, block_mask)
 
 
-def _array(name: str, value: object) -> Any:
+def _array(name: str, value: object) -> object:
     if isinstance(value, (jax.Array, np.ndarray)):
         return jnp.asarray(value)  # in JAX's dtype, such as float32 for float64
     raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
@@ -380,54 +371,35 @@ def words_of(key: jax.Array) -> jax.Array:
     return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # nonnegative, as in torch
 
 
-def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns the call as a function of its arrays, with its gradients; names: of out and lse, for checkpoint policies."""
+def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[object]], tuple[object, ...]]:
+    """Returns the call as a function of its arrays, with its derivatives; names: of out and lse, for checkpoint policies."""
     bound = functools.cache(given.bind)
+    zero = jax.custom_derivatives.SymbolicZero
 
-    def primal(arrays: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    def primal(*arrays: jax.Array) -> tuple[object, ...]:
         one, sources = bound((False,) * len(arrays))
         return tuple(bind(forward_p, _operands(arrays, sources), one))
 
-    def forward(primals: Any) -> Any:
-        arrays = tuple(p.value for p in primals)
-        one, sources = bound(tuple(p.perturbed for p in primals))
-        out, lse, *more = bind(forward_p, _operands(arrays, sources), one)
-        out, lse = checkpoint_name(out, names[0]), checkpoint_name(lse, names[1])
-        amaxes = dict(zip(("q", "k", "v", "out"), more[-4:], strict=True)) if one.is_delayed else {}
-        return (out, lse, *more), (arrays, out, lse, amaxes, _Static((one, tuple(sources))))
+    def rule(arrays: tuple[jax.Array, ...], tangents: Any) -> Any:
+        perturbed = tuple(type(t) is not zero and t.dtype != jax.dtypes.float0 for t in tangents)
+        one, sources = bound(perturbed)
+        operands = _operands(arrays, sources)
+        out, lse, *more = bind(forward_p, operands, one)
+        found = (checkpoint_name(out, names[0]), checkpoint_name(lse, names[1]), *more)
+        same = {i: source for i in one.wanted() if isinstance(source := sources[i], _Same)}  # no other array has gradients
+        along = {i: source.made(tangents) for i, source in same.items() if perturbed[source.place]}
+        places = {name: given.names.index(history) for name, history in zip(SCALED, _HISTORIES, strict=True) if one.is_delayed}
+        histories = {name: tangents[place] for name, place in places.items() if perturbed[place]}
+        moved = [zero(jax.typeof(t).to_tangent_aval()) for t in found]
+        if along or histories:
+            moved[:2] = tangent(one, operands, found, along, histories)
+        return found, tuple(moved)
 
-    def backward(saved: Any, cotangents: Any) -> object:
-        arrays, out, lse, amaxes, static = saved
-        one, sources = static.value
-        zero = jax.custom_derivatives.SymbolicZero
-        dout, dlse, *_ = cotangents
-        incoming = [jnp.zeros(out.shape, out.dtype) if isinstance(dout, zero) else dout]
-        incoming += [] if isinstance(dlse, zero) else [dlse]
-        found = bind(backward_p, [*_operands(arrays, sources), out, lse, *incoming], one)
-        gradients: list[object] = [None] * len(arrays)
-        if one.is_delayed:
-            *found, amax = found
-            for place, noted in given.noted(arrays, amaxes | {"dout": amax}).items():
-                gradients[place] = noted
-        for gradient, operand in zip(found, one.wanted(), strict=True):
-            place = sources[operand].place  # only unconverted arrays have gradients
-            gradient = gradient.reshape(arrays[place].shape).astype(arrays[place].dtype)
-            gradients[place] = gradient if gradients[place] is None else gradients[place] + gradient
-        return (tuple(gradients),)
+    call = jax.custom_jvp(primal)
+    call.defjvp(rule, symbolic_zeros=True)
 
-    call = jax.custom_vjp(primal)
-    call.defvjp(forward, backward, symbolic_zeros=True)
-
-    def run(arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
-        arrays = tuple(alike(arrays))
-        if any(isinstance(x, ad.JVPTracer) for x in arrays):
-            return primal(arrays)  # the primitive has a rule for forward mode, and custom_vjp has none
-        try:
-            found: tuple[object, ...] = call(arrays)
-        except NotImplementedError as e:
-            if "symbolic_zeros support with shard_map" not in str(e):
-                raise
-            return primal(arrays)  # in a shard_map without jit, whose derivatives are computed in another way
+    def run(arrays: Sequence[Any]) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = call(*alike(arrays))
         return found
 
     return run
@@ -466,10 +438,3 @@ _Source = _Same | _Lengths
 
 def _operands(arrays: Sequence[jax.Array], sources: Sequence[_Source]) -> list[jax.Array]:
     return [source.made(arrays) for source in sources]
-
-
-@jax.tree_util.register_static
-class _Static(NamedTuple):
-    """Static part of the forward's residuals for the backward."""
-
-    value: tuple[Call, tuple[_Source, ...]]

@@ -230,7 +230,7 @@ class _Writer:
                 new_indices[table.left[dim]] = self.scalar(index) if not getattr(index, "is_number", False) else index.text
         return table._replace(indices=tuple(new_indices))
 
-    def fixed_part(self, table: Any, e: Any) -> Any:
+    def fixed_part(self, table: Any, e: Any) -> object:
         """Returns the part of an array that a slice with fixed bounds reads."""
         starts, limits, shape = e.params["start_indices"], e.params["limit_indices"], e.invars[0].aval.shape
         if not shape:

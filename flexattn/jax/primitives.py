@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax._src import dispatch
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from flexattn.dispatch.select import select
@@ -20,7 +20,6 @@ from flexattn.dispatch.spec import Direction, with_classes
 from flexattn.jax import cuda, host
 from flexattn.jax.batching import fold_backward, fold_forward
 from flexattn.jax.call import Call, meta_tensor, shape_of_words, shaped
-from flexattn.jax.derivatives import backward_rule, forward_rule
 from flexattn.jax.sharding import layout_of_call, partitioned
 
 
@@ -51,20 +50,22 @@ def _scales(call: Call, avals: Sequence[jax.core.ShapedArray]) -> list[Any]:
     return [meta_tensor(name, aval) for name, aval in zip(call.names(), avals, strict=False) if name == "scales"]
 
 
-def _abstract(shapes: Any) -> object:
-    def result(shape: jax.ShapeDtypeStruct, like: Any) -> object:
-        if not like.mat.varying:
-            return jax.core.ShapedArray(shape.shape, shape.dtype)
-        sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape.shape)))
-        return like.update(shape=shape.shape, dtype=shape.dtype, weak_type=False, sharding=sharding)
+def result_like(shape: jax.ShapeDtypeStruct, like: Any) -> object:
+    """Returns the type of a result, which varies over the same axes of a `jax.shard_map` as the argument `like`."""
+    if not like.mat.varying:
+        return jax.core.ShapedArray(shape.shape, shape.dtype)
+    sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape.shape)))
+    return like.update(shape=shape.shape, dtype=shape.dtype, weak_type=False, sharding=sharding)
 
-    return lambda *avals, call: [result(shape, avals[0]) for shape in shapes(call, avals)]
+
+def _abstract(shapes: Any) -> object:
+    return lambda *avals, call: [result_like(shape, avals[0]) for shape in shapes(call, avals)]
 
 
 def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns arrays that all vary over the same axes of a `jax.shard_map`; if one did not, its gradient is a sum over them."""
     varying = [jax.typeof(x).mat.varying for x in arrays]
-    union: frozenset[Any] = frozenset().union(*varying)
+    union: frozenset[object] = frozenset().union(*varying)
     return [
         jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if axes != union else x
         for x, axes in zip(arrays, varying, strict=True)
@@ -76,7 +77,7 @@ def bind(primitive: Primitive, arrays: Sequence[jax.Array], call: Hashable) -> l
     return list(primitive.bind(*alike(arrays), call=call))
 
 
-def _on_host(name: str, shapes: object) -> Any:
+def _on_host(name: str, shapes: object) -> object:
     direction = _direction(name)
 
     def run(*arrays: jax.Array, call: Call) -> Any:
@@ -142,5 +143,4 @@ for _outer, _inner, _name, _shapes, _planned, _fold in (
 ):
     _layout_of = functools.partial(layout_of_call, is_backward=_outer is backward_p)
     register(_outer, _inner, _on_host(_name, _shapes), _on_cuda(_name, _shapes, _planned), _layout_of)
-    ad.primitive_jvps[_outer] = functools.partial(backward_rule if _outer is backward_p else forward_rule, _outer)
     batching.primitive_batchers[_outer] = _fold(_outer)

@@ -50,7 +50,7 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndar
 
 def attention_over_axis(
     q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str, layout: str = "contiguous", **options: object
-) -> Any:
+) -> object:
     """Returns attention of this device's queries over the keys of all devices, like `attention` of the whole sequence.
 
     Call it inside `jax.shard_map(..., check_vma=False)` over the axis. Its devices hold equal parts of each sequence, or of the
@@ -111,7 +111,7 @@ class _Sequences(NamedTuple):
         return cls(jnp.zeros(batch, jnp.int32), jnp.full(batch, length, jnp.int32))
 
     @classmethod
-    def of(cls, fmt: str, options: dict[str, Any]) -> _Sequences | None:
+    def of(cls, fmt: str, options: dict[str, object]) -> _Sequences | None:
         """Removes the length arguments from the options, and returns their sequences; None if there are none."""
         names = ("cu_seqlens_q", "cu_seqlens_q_padded")
         cu, padded = (options.pop(name, None) for name in names)

@@ -186,7 +186,7 @@ def _sharding(mesh: jax.sharding.Mesh, factors: Factors, axes: dict[str, tuple[s
 
 
 def _reduce(
-    x: jax.Array, reduce: Callable[[Any, object], jax.Array], factors: Factors, axes: dict[str, tuple[str, ...]]
+    x: jax.Array, reduce: Callable[[object, object], jax.Array], factors: Factors, axes: dict[str, tuple[str, ...]]
 ) -> jax.Array:
     own_names = {name for factor in factors for name in _names(factor)}
     over = tuple(axis for name, chosen_axes in axes.items() if name not in own_names for axis in chosen_axes)

@@ -20,8 +20,8 @@ A function remembers its captures and the places that were read (`_Memo`). The w
 from __future__ import annotations
 
 import abc
-import array
 import functools
+import marshal
 import operator
 import types
 import typing
@@ -57,13 +57,16 @@ class _TooManyFloats(Exception):
 
 # A part of the key, then names and values of the parts to visit, and a function that makes a copy from copies of the parts.
 _Parts = tuple[Hashable, Sequence[str], Sequence[Any], Callable[[list[Any]], Any] | None]
-_Read = tuple[Callable[[Any], Any], Any, Any]  # a function, its argument, and the result that it had
+_Entry = tuple[Callable[[str, object], object], str, object]  # a function, a name, and the object that it gave for the name
+_Read = tuple[
+    Callable[[Any], Sequence[object]], Any, Sequence[object]
+]  # a function, its argument, and the objects that it returned
 
 ABSENT: Any = type("Absent", (), {})()  # stands for an attribute or global that is not there
 MEMO = "_flexattn_captures"  # attribute of a function, so that the memo goes when the function goes
 _has_grad = torch.is_grad_enabled  # looked up once: each look into torch takes 20 ns of each call
 _MOST_INPUTS = 1000  # floats that are inputs of a program: a trace takes a millisecond for each
-_MOST_VISITED = 64  # numbers of a container that get a key one by one
+_NUMBERS = frozenset((int, bool, float))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONSTANTS = frozenset((int, bool, str, bytes, type(None), type(...), type(ABSENT), *_OF_TORCH))
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -98,12 +101,9 @@ class _Walk:
         self.reports: list[type] = []  # classes whose special methods are called on copies
         # Places that were read, for a memo:
         self.is_all_known = True  # no other place was read
-        self.entries: list[tuple[Callable[..., object], str, object]] = []  # `get` of a dict, name, value
-        self.cells: list[tuple[types.CellType, object]] = []
-        self.functions: list[tuple[object, ...]] = []  # with their code and defaults
-        self.partials: list[tuple[object, ...]] = []  # with their parts
+        self.entries: list[_Entry] = []
+        self.forms: list[_Entry] = []  # fields of tensors
         self.reads: list[_Read] = []
-        self.sizes: list[tuple[object, int]] = []  # values, and the number of their own attributes
 
     def visit_all(self) -> tuple[Hashable, Any]:
         """Returns the key of the mod and its copy; in the key are attributes of Tensor that are not torch's."""
@@ -117,13 +117,24 @@ class _Walk:
         self.entries.append((mapping.get, name, value))
         return value
 
-    def refuse_attributes(self, name: str, value: object) -> None:
+    def fields(self, value: object, *names: str) -> list[Any]:
+        """Returns fields of a function, cell or partial."""
+        get = functools.partial(getattr, self.without_circle(value))
+        found = [(get, name, get(name)) for name in names]
+        self.entries += found
+        return [field for _, _, field in found]
+
+    def without_circle(self, value: Any) -> Any:
+        """Returns a value for a memo, in which nothing may lead back to the mod, which would not die then."""
+        return weakref.proxy(value) if value is self.root else value
+
+    def refuse_attributes(self, name: str, value: Any) -> None:
         """Raises Unkeyed if a value whose attributes are not visited has one that is asked for."""
-        own = vars(value)
+        own, owner = vars(value), self.without_circle(value)
         if own and not self.names.isdisjoint(own):
             raise Unkeyed(f"{name} has an attribute {min(self.names.intersection(own))} of its own")
         self.is_all_known = self.is_all_known and own.keys() <= {MEMO}
-        self.sizes.append((value, len(own)))
+        self.entries.append((lambda *_: len(owner.__dict__), "", len(own)))
 
     def visit(self, name: str, value: Any, may_copy: bool = True) -> tuple[Hashable, object]:
         """Returns the key of a value, and its copy, or the value itself if nothing in it is replaced."""
@@ -169,6 +180,7 @@ class _Walk:
 
     def tensor(self, name: str, value: Tensor, may_copy: bool) -> _Parts:
         self.tensors.append((name, value))
+        self.forms += [(functools.partial(getattr, value), n, getattr(value, n)) for n in ("dtype", "ndim", "requires_grad")]
         self.refuse_attributes(name, value)
         kind = type(value)
         for owner in () if kind in _PLAIN_TENSORS else kind.__mro__[: kind.__mro__.index(Tensor)]:
@@ -176,9 +188,8 @@ class _Walk:
         return (value.dtype, value.dim(), value.requires_grad and torch.is_grad_enabled()), (), (), None
 
     def function(self, name: str, function: Any, may_copy: bool) -> _Parts:
-        code, defaults, keywords = function.__code__, function.__defaults__, function.__kwdefaults__
-        self.functions.append((function, code, defaults, keywords))
-        found, known, cells = names_of(code), function.__globals__, function.__closure__ or ()
+        code, defaults, keywords = self.fields(function, "__code__", "__defaults__", "__kwdefaults__")
+        found, known = names_of(code), function.__globals__
         if found.hidden:
             raise Unkeyed(f"{function.__qualname__} uses {found.hidden}, which reads what no name in the code says")
         if code in _unkeyed:
@@ -188,8 +199,8 @@ class _Walk:
         self.refuse_attributes(function.__qualname__, function)
         values = [self.entry(known, name) for name in found.globals]
         values = [self.entry(function.__builtins__, n) if x is ABSENT else x for n, x in zip(found.globals, values, strict=True)]
-        parts = (*_contents(cells), *values, defaults, keywords)
-        self.cells += zip(cells, parts, strict=False)
+        cells = [self.fields(cell, "cell_contents")[0] for cell in function.__closure__ or ()]
+        parts = (*cells, *values, defaults, keywords)
 
         def remake(news: list[Any]) -> object:
             named = zip(found.globals, news[len(cells) :], strict=False)
@@ -218,8 +229,8 @@ class _Walk:
 
     def partial(self, name: str, value: functools.partial[Any], may_copy: bool) -> _Parts:
         self.refuse_attributes(name, value)
-        function, args, keywords = value.func, value.args, value.keywords
-        self.partials.append((value, function, args, keywords, len(keywords)))
+        function, args, keywords = self.fields(value, "func", "args", "keywords")
+        self.entries.append((lambda *_: len(keywords), "", len(keywords)))
         parts = (function, args, *[self.entry(keywords, key) for key in keywords])
 
         def remake(news: list[Any]) -> object:
@@ -232,16 +243,17 @@ class _Walk:
         keys, items = ([*value], [*value.values()]) if kind is dict else ([], [*value])
         if kind is not tuple:
             self.reads.append(_read(_items, value))
-        digests = _digest(keys), _digest(items, is_lifted=self.lift and may_copy)
-        if digests[1] is not None and (digests[0] is not None or not keys):
-            return digests, (), (), None
+        token: Hashable = _key_of_numbers(keys)
+        if token is not None and (digest := _key_of_numbers(items, self.lift and may_copy)) is not None:
+            return (token, digest), (), (), None
 
         def remake(news: list[Any]) -> object:
             new = dict(zip(keys, news, strict=True)) if kind is dict else kind(news)
             self.copies.append((self.code, _read(_items, new)))
             return new
 
-        token = tuple(self.visit(name, key, may_copy=False)[0] for key in keys)
+        if token is None:
+            token = tuple(self.visit(name, key, may_copy=False)[0] for key in keys)
         names = [f"{name}_{key}" for key in keys or range(len(items))]
         return token, names, items, remake
 
@@ -312,14 +324,10 @@ _TAKE_APART |= {types.FunctionType: _Walk.function, types.MethodType: _Walk.meth
 _TAKE_APART |= {functools.partial: _Walk.partial, type: _Walk.class_as_value}
 
 
-def _digest(items: list[Any], is_lifted: bool = False) -> Hashable | None:
-    """Returns the key of many ints, bools or floats at once, as a visit of each takes microseconds; None for other items."""
-    kinds = set(map(type, items)) if len(items) > _MOST_VISITED else set()
-    if kinds == {float} and is_lifted and len(items) > _MOST_INPUTS:
-        raise _TooManyFloats
-    if kinds == {float} and not is_lifted:
-        return (float, array.array("d", items).tobytes())
-    return (*kinds, tuple(items)) if kinds in ({int}, {bool}) else None
+def _key_of_numbers(values: list[Any], is_lifted: bool = False) -> bytes | None:
+    """Returns the key of numbers at once, as a visit of each takes microseconds; None for other values, and for floats to lift."""
+    kinds = {*map(type, values)}
+    return marshal.dumps(values, 2) if kinds <= _NUMBERS and not (is_lifted and float in kinds) else None
 
 
 # The functions below return the objects that a walk reads of a value. `_are_same` reads them again before a later call.
@@ -387,15 +395,11 @@ def _reporting_class(kind: type, special: set[str], reports: list[type]) -> type
 
 
 class _Memo:
-    """Captures of a function, and the places that were read. Nothing in it leads back to the function, which would not die then."""
+    """Captures of a function, and the places that were read."""
 
     def __init__(self, function: object, walk: _Walk, captures: Captures) -> None:
         self.function = weakref.ref(function)  # functools.wraps copies attributes
-        self.captures, self.cells, self.entries, self.reads = captures, walk.cells, walk.entries, walk.reads
-        self.functions = [(None if f is function else f, *parts) for f, *parts in walk.functions]
-        self.partials = [(None if p is function else p, *parts) for p, *parts in walk.partials]
-        self.sizes = [(owner, size) for owner, size in walk.sizes if owner is not function]
-        self.kinds = [(t, t.dtype, t.dim(), t.requires_grad) for _, t in captures.tensors]
+        self.captures, self.entries, self.forms, self.reads = captures, walk.entries, walk.forms, walk.reads
         self.has_grad, self.num_reports = torch.is_grad_enabled(), _num_reports
 
     def __reduce__(self) -> Any:
@@ -405,28 +409,10 @@ class _Memo:
         """Returns whether each place that was read still has the object that was there."""
         if self.function() is not function or _has_grad() is not self.has_grad or _num_reports != self.num_reports:
             return False
-        if len(function.__dict__) != 1:  # MEMO
-            return False
-        for known, code, defaults, keywords in self.functions:
-            f: Any = known or function
-            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
-                return False
-        for known, inner, args, keywords, size in self.partials:
-            p: Any = known or function
-            if p.func is not inner or p.args is not args or p.keywords is not keywords or len(keywords) != size:
-                return False
-        for cell, value in self.cells:
-            if cell.cell_contents is not value:
-                return False
-        for get, name, value in self.entries:
-            if get(name, ABSENT) is not value:
-                return False
-        for owner, size in self.sizes:
-            if len(owner.__dict__) != size:
-                return False
-        for t, dtype, dims, needs_grad in self.kinds if tensors_too else ():
-            if t.dtype is not dtype or t.dim() != dims or t.requires_grad is not needs_grad:
-                return False
+        for entries in (self.entries, self.forms) if tensors_too else (self.entries,):
+            for get, name, value in entries:
+                if get(name, ABSENT) is not value:
+                    return False
         return not self.reads or _are_same(self.reads)
 
 
@@ -437,7 +423,7 @@ def find_captures(function: object, lift: bool = True, tensors_too: bool = True)
     callers that check these themselves.
     """
     can_remember = lift and type(function) in (types.FunctionType, functools.partial)
-    memo = function.__dict__.get(MEMO) if can_remember else None
+    memo = function.__dict__.setdefault(MEMO, None) if can_remember else None
     try:
         if memo is not None and memo.holds(function, tensors_too):
             return memo.captures  # type: ignore[no-any-return]

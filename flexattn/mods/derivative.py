@@ -15,7 +15,7 @@ from flexattn.mods.graph import as_dtype, cancel_factors, converted
 from flexattn.mods.tracer import Recorder, fake_mode
 
 
-def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
+def derive(score: Graph, captures: Sequence[Capture], arguments: Sequence[str] = ARGUMENTS) -> Graph:
     """Derives the gradients of the score and of each read of a capture that requires one, from the gradient of score_mod's result.
 
     torch's autograd runs on the graph and is traced in turn. `Program` describes the outputs.
@@ -49,7 +49,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
         traced = recorder.finish([*gradients])
 
     # The forward's graph stays for the indices of the reads; nodes that the derivative does not need are removed below.
-    graph, inputs = new_graph((*ARGUMENTS, GRADIENT), captures)
+    graph, inputs = new_graph((*arguments, GRADIENT), captures)
     copies: dict[Node, Node] = {}
     for node in score.nodes:
         if node.op == "placeholder":

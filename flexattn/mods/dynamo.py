@@ -97,7 +97,7 @@ def record_mods(
     return Recorded(program, tuple(recordings[i].tensors[n] for i, n in positions), (), left, right, has_floor)
 
 
-def _run(recording: _Recording, mod: Mod, listed: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
+def _run(recording: _Recording, mod: Mod, listed: tuple[Tensor, ...], named: dict[str, Tensor]) -> object:
     with _Recorder(recording):
         return mod(*tuple(recording.values), *listed, **named)
 

@@ -286,7 +286,7 @@ def _in_slice(graph: Graph, index: Any, shown: _Free) -> object:
     return integer("where", inside, at, _node(graph, _OUTSIDE, torch.int64))
 
 
-def _settled(graph: Graph, view: _View) -> Any:
+def _settled(graph: Graph, view: _View) -> object:
     """Returns a read of the capture if every dim has an index, else the view."""
     if view.ndim > 0:
         return view

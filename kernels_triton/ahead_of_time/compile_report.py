@@ -216,9 +216,9 @@ class CompileReport:
 
 
 def compile_for(
-    kernel: JITFunction[Any],
+    kernel: JITFunction[object],
     signature: Mapping[str, str],
-    constexprs: Mapping[str, Any],
+    constexprs: Mapping[str, object],
     sm: int,
     num_warps: int,
     num_stages: int,
@@ -323,14 +323,14 @@ def compiled_from(request: CompileRequest) -> CompiledKernel:
         return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)
 
 
-def _options(kernel: JITFunction[Any], num_warps: int, num_stages: int) -> dict[str, Any]:
+def _options(kernel: JITFunction[object], num_warps: int, num_stages: int) -> dict[str, object]:
     """Returns the compile options of a launch of the kernel; debug: enables the assertions of an `asserting_kernel`."""
     options = options_of(num_warps, num_stages)
     return options | {"debug": True} if kernel.debug else options
 
 
 def _source(
-    kernel: JITFunction[Any], signature: Mapping[str, str], constexprs: Mapping[str, Any], aligned: Sequence[str] | None
+    kernel: JITFunction[object], signature: Mapping[str, str], constexprs: Mapping[str, object], aligned: Sequence[str] | None
 ) -> ASTSource:
     names = kernel.arg_names
     if wrong := (set(signature) ^ set(constexprs) ^ set(names)) | (set(aligned or ()) - set(signature)):
@@ -372,7 +372,7 @@ def _exposed_exponentials(loop: list[str]) -> int:
     return sum("MUFU.EX2" in line for line in loop[first:])
 
 
-def _compile(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> tuple[CompiledKernel, str]:
+def _compile(source: ASTSource, target: GPUTarget, options: dict[str, object]) -> tuple[CompiledKernel, str]:
     """Returns the kernel, and ptxas's output from its compilation, which is stored beside it in Triton's cache."""
     for always in (False, True):  # Triton's cache may have the kernel without the log
         log = io.StringIO()
@@ -461,7 +461,7 @@ def _outcome(future: Future[CompileReport | str]) -> CompileReport | str:
         return "a compiling process died on this kernel or on one that was compiled beside it"
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: object) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(_constant, value))
     if isinstance(value, _Generated):

@@ -236,8 +236,80 @@ _SDPA_GAINS: dict[tuple[Any, str, str], dict[int, float]] = {
 }
 """Speed of PyTorch's FlashAttention-2 beside the portable kernels by head dim; by capability, direction and mask."""
 
-_MMA: dict[str, Any] = {"dropout": False, "packed": False, "paged": False, "source": "mma_first_h200.json"}
-"""Columns of rules that `python -m flexattn bench --emit-rows` prints for the first run of the kernels for mma.sync."""
+_MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | None, float], ...]] = {
+    ("mma.sync", 80, "mma_sm_80_h200.json"): (
+        (128, ("causal", "open"), False, (256, None), None, 1.17),
+        (64, ("causal", "open"), False, (256, None), None, 1.21),
+        (256, ("causal", "open"), False, (512, None), None, 1.61),
+        (128, "causal", True, (4096, None), None, 1.1),
+        (128, ("modified", "loaded", "windowed"), False, (4096, None), None, 1.25),
+        (64, "windowed", False, (4096, None), None, 1.32),
+        (256, "windowed", False, (4096, None), None, 1.12),
+    ),
+    ("mma.sync fused", 80, "mma_sm_80_h200.json"): (
+        (128, "causal", False, (512, None), None, 1.3),
+        (128, "open", False, (256, None), None, 1.27),
+        (64, ("causal", "open"), False, (256, None), None, 1.13),
+        (256, ("causal", "open"), False, (512, None), None, 1.67),
+        (128, "causal", True, (4096, None), None, 1.34),
+        (128, ("modified", "loaded", "windowed"), False, (4096, None), None, 1.37),
+        (64, "windowed", False, (4096, None), None, 1.21),
+        (256, "windowed", False, (4096, None), None, 1.66),
+    ),
+    ("mma.sync two-kernel", 80, "mma_sm_80_h200.json"): (
+        (128, "causal", False, (1024, None), None, 1.08),
+        (128, "open", False, (16384, None), None, 1.07),
+        (256, ("causal", "open"), False, (512, None), None, 1.31),
+        (128, "causal", True, (4096, None), None, 1.06),
+        (128, ("loaded", "windowed"), False, (4096, None), None, 1.06),
+        (64, "windowed", False, (4096, None), None, 0.99),
+    ),
+    ("mma.sync", (86, 89, 120), "mma_sm_89_h200.json"): (
+        (128, ("causal", "open"), False, (1024, None), None, 1.13),
+        (64, ("causal", "open"), False, (1024, None), None, 1.19),
+        (256, ("causal", "open"), False, (1024, None), None, 2.32),
+        (128, "causal", True, (4096, None), None, 1.17),
+        (128, ("modified", "loaded"), False, (4096, None), None, 1.42),
+        (128, "windowed", False, (8192, None), None, 1.22),
+    ),
+    ("mma.sync fused", (86, 89, 120), "mma_sm_89_h200.json"): (
+        (128, ("causal", "open"), False, (1024, None), None, 1.27),
+        (64, ("causal", "open"), False, (1024, None), None, 1.18),
+        (256, ("causal", "open"), False, (1024, None), None, 1.99),
+        (128, "causal", True, (4096, None), None, 1.48),
+        (128, ("modified", "loaded"), False, (4096, None), None, 1.76),
+        (128, "windowed", False, (8192, None), None, 1.28),
+    ),
+    ("mma.sync two-kernel", (86, 89, 120), "mma_sm_89_h200.json"): (
+        (128, ("causal", "windowed"), False, (8192, None), None, 1.01),
+        (256, ("causal", "open"), False, (1024, None), None, 1.46),
+        (128, "causal", True, (4096, None), None, 1.15),
+        (128, ("modified", "loaded"), False, (4096, None), None, 1.28),
+    ),
+}
+"""Speed of the kernels for mma.sync beside the portable ones, by family, capability and file. A row has the head dim, masks, whether
+sequences are packed, queries, the fewest keys, and the speed. `python -m flexattn bench --emit-rows` prints the rules."""
+
+_SDPA_BESIDE_MMA: dict[tuple[Any, str], tuple[tuple[str, str, int, Range, float], ...]] = {
+    (80, "mma_sm_80_h200.json"): (
+        ("forward", "causal", 256, (512, 16384), 1.07),
+        ("forward", "open", 256, (512, 16384), 1.08),
+        ("backward", "open", 256, (512, 16384), 1.13),
+        ("backward", "open", 96, (1024, 4096), 1.06),
+    ),
+    ((86, 89, 120), "mma_sm_89_h200.json"): (
+        ("backward", "causal", 128, (1024, 16384), 1.22),
+        ("forward", "open", 128, (1024, 16384), 1.1),
+        ("backward", "open", 128, (1024, 16384), 1.23),
+        ("forward", "causal", 256, (1024, 16384), 1.03),
+        ("backward", "causal", 256, (1024, 16384), 1.15),
+        ("forward", "open", 256, (1024, 4096), 1.07),
+        ("backward", "open", 256, (1024, 4096), 1.32),
+        ("backward", "open", 96, (1024, 4096), 1.12),
+    ),
+}
+"""Speed of PyTorch's FlashAttention-2 beside those kernels, by capability and file. A row has the direction, the mask, the head dim,
+tokens, and the speed."""
 
 # fmt: off
 CROSSOVERS: tuple[Rule, ...] = (
@@ -451,21 +523,14 @@ CROSSOVERS: tuple[Rule, ...] = (
          grouped=False, tokens=(None, 256), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
     Rule(use="portable", tile="one_grid", capability=90, element_size=2, head_dim=64, mask="causal", has_left=False, dropout=False,
          packed=False, grouped=False, tokens=(None, 512), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
-    # --- mma.sync: code of sm_80 on an H200, with an H200's occupancy. `families.MMA_HAS_RUN` says whether these rules are used.
-    Rule(use="mma.sync", capability=80, head_dim=64, mask=("causal", "open"), **_MMA, queries=(512, None), gain=1.19),
-    Rule(use="mma.sync", capability=80, head_dim=128, mask=("causal", "open"), **_MMA, queries=(512, None), gain=1.15),
-    Rule(use="mma.sync", capability=80, head_dim=192, mask=("causal", "open"), **_MMA, queries=(1024, None), gain=2.50),
-    Rule(use="mma.sync", capability=80, head_dim=256, mask=("causal", "open"), **_MMA, queries=(1024, None), gain=1.46),
-    Rule(use="mma.sync fused", capability=80, head_dim=64, mask=("causal", "open"), **_MMA, queries=(512, None), gain=1.16),
-    Rule(use="mma.sync fused", capability=80, head_dim=128, mask=("causal", "open"), **_MMA, queries=(512, None), gain=1.28),
-    Rule(use="mma.sync fused", capability=80, head_dim=256, mask=("causal", "open"), **_MMA, queries=(1024, None), gain=1.66),
+    # --- mma.sync beside the portable kernels: code of sm_80 and of sm_89 on an H200, with an H200's occupancy
+    *(Rule(use=use, capability=capability, head_dim=head_dim, mask=mask, dropout=False, paged=False, packed=packed,
+           queries=queries, keys_from=keys_from, gain=gain, source=source)
+      for (use, capability, source), rows in _MMA_GAINS.items() for head_dim, mask, packed, queries, keys_from, gain in rows),
     # --- SDPA's FlashAttention-2 beside these kernels
-    Rule(use="sdpa beside mma.sync", direction="forward", capability=80, head_dim_qk=256, head_dim_v=256, mask="causal",
-         **_OLDER, gain=1.05, source="mma_first_h200.json"),
-    Rule(use="sdpa beside mma.sync", direction="forward", capability=80, head_dim_qk=256, head_dim_v=256, mask="open",
-         **_OLDER, gain=1.06, source="mma_first_h200.json"),
-    Rule(use="sdpa beside mma.sync", direction="backward", capability=80, head_dim_qk=256, head_dim_v=256, mask="open",
-         **_OLDER, gain=1.14, source="mma_first_h200.json"),
+    *(Rule(use="sdpa beside mma.sync", direction=direction, capability=capability, dtype="bfloat16", layout="dense", kind="plain",
+           mask=mask, head_dim_qk=head_dim, head_dim_v=head_dim, tokens=tokens, gain=gain, source=source)
+      for (capability, source), rows in _SDPA_BESIDE_MMA.items() for direction, mask, head_dim, tokens, gain in rows),
     # --- GPUs before Hopper and RTX 50: PyTorch's FlashAttention-2 beside the portable kernels, as sm_80 code on an H200.
     *(Rule(use="sdpa", direction=direction, capability=capability, head_dim_qk=head_dim, head_dim_v=head_dim, mask=mask,
            **_OLDER, gain=gain, source="older_tiles_h200.json")

@@ -32,6 +32,7 @@ from flexattn.kernels_triton.common.tiles import (
     FORWARD,
     LATENT,
     SHORT,
+    SMALL_MEMORY,
     Table,
     cdiv,
     row_of,
@@ -200,6 +201,7 @@ class Problem:
     kv_indices: Tensor | None = None  # int32 [b, sq, 1 | h_kv, n], [total_q, 1 | h_kv, n] for packed q, contiguous
     kv_index_counts: Tensor | None = None  # int32, the same without the last dim; None: all entries of a list count
     kv_block: int = 1  # keys of a block that an entry of kv_indices names
+    latent_rows: Tensor | None = None  # bytes of latents in k's layout, that the kernels for kv_indices read instead of k and v
     max_seqlen_q: int = 0  # used for [total, h, d], and for keys in pages; otherwise the sequence dim counts
     max_seqlen_kv: int = 0
     mods: Mods | None = None
@@ -334,9 +336,12 @@ class Problem:
         """True if v is the first columns of k, in the same memory, as in absorbed latent attention (MLA).
 
         The head dim of k must be above 256 and v's columns must be those of k's first part. Then one tile serves both products.
+        Meta tensors have no address: there, narrower rows with k's strides are taken for columns of k.
         """
         k, v = self.k, self.v
-        if k.shape[-1] <= 256 or k.is_meta or k.data_ptr() != v.data_ptr() or k.stride() != v.stride():
+        if k.shape[-1] <= 256 or k.stride() != v.stride():
+            return False
+        if (k.shape[-1] <= v.shape[-1]) if k.is_meta else (k.data_ptr() != v.data_ptr()):
             return False
         return (self._parts(k)[0], 0) == self._parts(v)
 
@@ -357,12 +362,16 @@ class Problem:
             self.q.element_size(),
             head_dims,
             is_whole=not (self._parts(self.q)[1] or self._parts(self.v)[1]),
-            is_loaded=self.is_loaded,
+            is_loaded=self.is_loaded or (self.alibi_slopes is not None and table is not FORWARD and capability in SMALL_MEMORY),
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
             length=SHORT + 1 if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
         )
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
+        return self.cut(tile)
+
+    def cut(self, tile: Tile) -> Tile:
+        """Returns the tile with sides that divide the sides of the block mask's blocks."""
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
 
     @property

@@ -103,7 +103,10 @@ _BACKWARD_LARGE_MEMORY = (
         head_dim=64, block_m=32, block_n=128, warps=4, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=True
     ),
     MmaBackwardTile(
-        head_dim=128, block_m=64, block_n=128, warps=8, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=False
+        head_dim=96, block_m=64, block_n=128, warps=8, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=False
+    ),
+    MmaBackwardTile(
+        head_dim=128, block_m=64, block_n=128, warps=8, score_warps=4, key_warps=2, query_warps=2, q_stages=2, holds_v=False
     ),
     MmaBackwardTile(
         head_dim=256, block_m=64, block_n=64, warps=8, score_warps=4, key_warps=2, query_warps=2, q_stages=1, holds_v=False
@@ -152,7 +155,8 @@ _DQ_LARGE_MEMORY = (
     MmaDqTile(head_dim=256, block_m=128, block_n=32, warps=8, num_stages=1),
 )
 _DQ_SMALL_MEMORY = (
-    *_DQ_LARGE_MEMORY[:2],
+    _DQ_LARGE_MEMORY[0],
+    MmaDqTile(head_dim=96, block_m=64, block_n=64, warps=4, num_stages=1),
     MmaDqTile(head_dim=128, block_m=64, block_n=32, warps=4, num_stages=1),
     MmaDqTile(head_dim=256, block_m=64, block_n=32, warps=4, num_stages=1),
 )
@@ -162,5 +166,5 @@ def dq_tile(problem: Problem, capability: int | None = None) -> MmaDqTile:
     """Returns the tile of dq for this problem, for its own device or for one of `capability`."""
     x = problem
     width = max(x.q.shape[-1], x.v.shape[-1])
-    is_large = (capability or capability_of(x.device)) == 80
+    is_large = (capability or capability_of(x.device)) == 80 and not (x.dropout_p > 0 and width > 128)  # random numbers need memory
     return next(tile for tile in (_DQ_LARGE_MEMORY if is_large else _DQ_SMALL_MEMORY) if width <= tile.head_dim)

@@ -123,7 +123,7 @@ def lower(
 
 def lower_accumulation(
     graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True, appended: Appended | None = None
-) -> Any:
+) -> object:
     """Returns a function of (*arguments, captures, sums, scales, MODE) that adds a derivative to the gradients of captures."""
     lowering = _Lowering(graph, captures, is_fp32, appended)
     return compile_named("accumulate", lowering.source("accumulate", arguments, accumulates=True))
@@ -162,7 +162,7 @@ def lower_per_head(graph: Graph | None, num_tables: int, captures: Sequence[Layo
     return Appended(compile_named("per_head", source), inputs)
 
 
-def lower_per_distance(graph: Graph, captures: Sequence[Layout], is_fp32: bool = True) -> Any:
+def lower_per_distance(graph: Graph, captures: Sequence[Layout], is_fp32: bool = True) -> object:
     """Returns a Triton function (b, h, distance, captures) -> a tuple of fp32 tiles: the values that `hoist` extracted for a
     distance.
     """
@@ -185,7 +185,7 @@ def _helpers() -> str:
     return "".join(inspect.getsource(module) for module in (mod_math, interval_math, encoded_sizes, exponents, tanh))
 
 
-_functions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 
 
 def compile_source(name: str, source: str) -> object:

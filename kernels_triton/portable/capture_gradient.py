@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +13,7 @@ from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Rows, Statistics
 from flexattn.kernels_triton.common.band import visible_range_of_keys
 from flexattn.kernels_triton.common.block_lists import all_tiles, listed_tile, load_block_lists
+from flexattn.kernels_triton.common.capture_sums import sum_addends
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.fp8_tiles import descaled_products
 from flexattn.kernels_triton.common.heads import head_of
@@ -27,9 +26,6 @@ from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
-
-# elements of a capture that millions of scores may read each: n roundings in fp32 cause an error of about sqrt(n) / 2**25
-FEW = 2**16
 
 
 class Arguments(NamedTuple):
@@ -127,13 +123,7 @@ def capture_gradients(
     deterministic: bool,
     tile: Tile | None = None,
 ) -> None:
-    """Writes `gradients`, contiguous, of the captures that need one, from the `statistics` that the dq kernel wrote.
-
-    Memory is linear in the captures. Atomics compute the sums, so their order varies from run to run. Sums are in fp32, or in fp64
-    for captures with few elements. With `deterministic` there are two stages that do not depend on an order: the largest addend,
-    then int64 fixed-point sums in a unit derived from it. An addend is rounded to 2**-(62 - log2(batch * heads * sq * skv)) of the
-    largest one.
-    """
+    """Writes `gradients`, contiguous, of the captures that need one, from the `statistics` that the dq kernel wrote."""
     x = problem
     tile = tile or x.tile(BIAS_GRADIENT)
     meta = x.meta(tile, (dout,))
@@ -150,22 +140,4 @@ def capture_gradients(
         )
         launch(_attn_bwd_captures_kernel, programs, x.device, tile, (args, mode, x.mods, meta))
 
-    if not deterministic:
-        sums = [g.new_zeros(g.shape, dtype=torch.float64 if g.numel() <= FEW else torch.float32) for g in gradients]
-        run("add", sums, ())
-        for gradient, total in zip(gradients, sums, strict=True):
-            gradient.copy_(total)
-        return
-    largest = [torch.zeros(1, dtype=torch.int32, device=x.device) for _ in gradients]  # the bits of a non-negative float
-    run("max", largest, ())
-    room = 62 - max(0, math.ceil(math.log2(x.batch * x.num_heads * x.longest_q * x.longest_kv)))
-    _, exponents = torch.frexp(torch.cat(largest).view(torch.float32))
-    powers = torch.clamp(room - exponents, max=126)
-    scales = torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers)
-    fixed = [torch.zeros(g.shape, dtype=torch.int64, device=x.device) for g in gradients]
-    # each at the beginning of its memory, because plans need that
-    run("fixed", fixed, [scale.clone() for scale in scales.split(1)])
-    for i, gradient in enumerate(gradients):
-        total = fixed[i].to(torch.float64) / scales[i].to(torch.float64)
-        is_finite = largest[i][0].view(torch.float32).isfinite()
-        gradient.copy_(torch.where(is_finite, total, math.nan))
+    sum_addends(run, gradients, deterministic, x.batch * x.num_heads * x.longest_q * x.longest_kv)

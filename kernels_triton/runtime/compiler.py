@@ -32,10 +32,10 @@ class _Llvm:
     def __init__(self, llvm: Any) -> None:
         self.llvm = llvm
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.llvm, name)
 
-    def optimize_module(self, *arguments: Any, **options: Any) -> Any:
+    def optimize_module(self, *arguments: Any, **options: Any) -> object:
         if _thread.compiles:
             options["disable_slp_vectorizer"] = True
         return self.llvm.optimize_module(*arguments, **options)
@@ -63,7 +63,7 @@ memory per thread block".
 """
 
 
-def options_of(num_warps: int, num_stages: int) -> dict[str, Any]:
+def options_of(num_warps: int, num_stages: int) -> dict[str, object]:
     """Returns the options of Triton's compiler. All kernels have the same options, except for these two numbers.
 
     enable_fp_fusion fuses a product and a sum into one operation, which rounds once. Not every version of Triton has this default.

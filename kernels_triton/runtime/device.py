@@ -42,7 +42,7 @@ thread = Thread()
 
 
 @contextlib.contextmanager
-def set_here(name: str, value: Any) -> Iterator[None]:
+def set_here(name: str, value: object) -> Iterator[None]:
     """Sets an attribute of `thread` to `value` inside. A backward that is called inside runs in this thread, not in autograd's."""
     before = getattr(thread, name)
     setattr(thread, name, value)

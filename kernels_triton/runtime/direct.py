@@ -256,7 +256,7 @@ class Direct:
             return None
         return cls(binary, names)
 
-    def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
+    def launch(self, programs: int, stream: int, arguments: Sequence[object]) -> None:
         count = len(self.maps)
         addresses = [t.data_ptr() for t in self.tensors_of(arguments)]
         encoded = [m.at(address) for m, address in zip(self._maps(arguments), addresses[:count], strict=True)]
@@ -266,7 +266,7 @@ class Direct:
         """Returns the launch with everything but its addresses in place; `tensors_of` gives the tensors that have them."""
         return Prepared(self, programs, arguments)
 
-    def _maps(self, arguments: Sequence[Any]) -> list[_Maps]:
+    def _maps(self, arguments: Sequence[object]) -> list[_Maps]:
         found = []
         for position, path in enumerate(self.maps):
             descriptor = value_at(arguments, path)
@@ -280,7 +280,7 @@ class Direct:
         return found
 
     def _pack(
-        self, buffer: _Buffer, programs: int, stream: int, addresses: Sequence[Any], arguments: Sequence[Any], launches: bool
+        self, buffer: _Buffer, programs: int, stream: int, addresses: Sequence[object], arguments: Sequence[object], launches: bool
     ) -> None:
         """Fills a buffer, and launches it if `launches`. addresses: the encoded tensor maps, and then the pointers."""
         config = (programs, 1, 1, self.block, 1, 1, self.shared, stream, *self.attributes)
@@ -343,7 +343,7 @@ class Prepared:
         pack, driver, name = self.direct.addresses.pack_into, _library().cuLaunchKernelEx, self.direct.name
         attributes, count = self.direct.attributes
 
-        def launch(stream: int, addresses: Sequence[Any]) -> None:
+        def launch(stream: int, addresses: Sequence[object]) -> None:
             with lock:
                 pack(memory, at, stream, attributes, count, *addresses)
                 status = driver(*call)
@@ -387,7 +387,7 @@ def _place(path: Path) -> str:
     return "".join(["arguments", *(f"[{i}]" for i in path)])
 
 
-def _reader(expressions: Iterable[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _reader(expressions: Iterable[str]) -> Callable[[Sequence[object]], tuple[Any, ...]]:
     """Returns a function from a kernel's arguments to the values of these expressions; compiled, because each launch calls it."""
     found: Callable[[Sequence[Any]], tuple[Any, ...]] = eval(f"lambda arguments: ({''.join(f'{x}, ' for x in expressions)})")
     return found

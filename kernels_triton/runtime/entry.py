@@ -35,7 +35,7 @@ class Field(NamedTuple):
     is_wide: bool
 
 
-def is_group(kind: Any) -> bool:
+def is_group(kind: object) -> bool:
     """Returns whether a field of this annotation is itself a group of fields."""
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
@@ -46,7 +46,7 @@ def _hints(group: type) -> dict[str, Any]:
     return {name: _without_none(kind) for name, kind in typing.get_type_hints(group).items()}
 
 
-def _without_none(kind: Any) -> Any:
+def _without_none(kind: object) -> object:
     groups = [part for part in typing.get_args(kind) if is_group(part)]
     return groups[0] if groups else kind
 
@@ -74,7 +74,7 @@ def _walk(group: type, path: str) -> Iterator[Field]:
 
 
 @functools.cache
-def flattening(group: type) -> Callable[[Any], tuple[Any, ...]]:
+def flattening(group: type) -> Callable[[object], tuple[object, ...]]:
     """Returns a function from an instance of `group` to the values of its leaves, in the order of `fields_of`.
 
     If a group of the instance is None, each of its leaves is None. The function is generated, because every launch that is not
@@ -98,7 +98,7 @@ def _assignments(group: type, path: str) -> Iterator[str]:
             yield from _assignments(kind, f"{path}{name}_")
 
 
-def flat_function(body: Callable[..., None], jit: Callable[..., Any]) -> tuple[Callable[..., None], type]:
+def flat_function(body: Callable[..., None], jit: Callable[..., object]) -> tuple[Callable[..., None], type]:
     """Returns (the flat function of a kernel, the class of its first argument).
 
     body: the kernel as written: `args`, annotated with a NamedTuple class, and constants, annotated tl.constexpr.

@@ -39,9 +39,9 @@ _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5"
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
 _INFINITY = float("inf")
 
-_numpy_dtypes: dict[str, Any] = {}  # by tl.dtype.name, "" for pointers
-_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes of a tl.block_type, by its element type and shape
-_tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # `shape` and `numel` of a tl.tensor, by its shape in integers
+_numpy_dtypes: dict[str, object] = {}  # by tl.dtype.name, "" for pointers
+_block_types: dict[tuple[object, ...], dict[str, object]] = {}  # attributes of a tl.block_type, by its element type and shape
+_tensor_shapes: dict[tuple[int, ...], tuple[object, object]] = {}  # `shape` and `numel` of a tl.tensor, by its shape in integers
 
 _lock = fork_safe(threading.RLock())  # Triton's interpreter has one grid index for all threads, and patches affect all threads
 _open_contexts = 0
@@ -141,7 +141,7 @@ def _install() -> None:
         setattr(owner, name, make(original))
 
 
-def _bind(replacement: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+def _bind(replacement: Callable[..., object], original: Callable[..., object] | None) -> Callable[..., object]:
     return lambda *args, **kwargs: replacement(original, *args, **kwargs)
 
 

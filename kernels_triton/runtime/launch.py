@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -23,7 +23,23 @@ from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flat
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
 
-def kernel(function: Callable[..., None]) -> Any:
+class Launchable(Protocol):
+    """A kernel as `kernel` returns it: Triton's JITFunction, with the class of the kernel's arguments."""
+
+    __name__: str
+    fn: Callable[..., None]
+    arg_names: list[str]
+    params: Sequence[Any]  # Triton's KernelParam
+    group: type  # the class of the first argument as written
+    wide: frozenset[str]  # arguments that the kernel is specialised for at multiples of 16 bytes
+    parts_of: Callable[..., tuple[object, ...]]  # `_compiled_parts`, from the first launch on
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
+
+    def warmup(self, *arguments: object, grid: tuple[int, ...], **options: object) -> Any: ...
+
+
+def kernel(function: Callable[..., None]) -> Launchable:
     """`triton.jit` for a function that is launched. It specialises for no integer's value, and for no small tensor's address.
 
     So a new length, batch size, stride or window never recompiles it. Strides are in units of `Meta.ALIGN` instead. For wide
@@ -35,34 +51,34 @@ def kernel(function: Callable[..., None]) -> Any:
     return _launchable(function, triton.jit)
 
 
-def asserting_kernel(function: Callable[..., None]) -> Any:
+def asserting_kernel(function: Callable[..., None]) -> Launchable:
     """`kernel` with its tl.device_assert compiled in; a failed assertion ends the context with a device-side assertion."""
     return _launchable(function, functools.partial(triton.jit, debug=True))
 
 
-def hopper_kernel(function: Callable[..., None]) -> Any:
+def hopper_kernel(function: Callable[..., None]) -> Launchable:
     """`kernel` in Gluon: it accesses tiles by descriptors, and is specialised for no address."""
     from triton.experimental import gluon  # imported here, so that calls on other GPUs do not wait for it
 
     return _launchable(function, gluon.jit)
 
 
-def _launchable(function: Callable[..., None], jit: Callable[..., Any]) -> Any:
+def _launchable(function: Callable[..., None], jit: Callable[..., Launchable]) -> Launchable:
     flat, group = flat_function(function, jit)
     fields = fields_of(group)
     run_time = [field.name for field in fields if not field.is_wide]
     launchable = jit(flat, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
-    launchable.group = group  # the class of its first argument as written
-    launchable.wide = frozenset(field.name for field in fields if field.is_wide)  # specialised for 16-byte alignment
+    launchable.group = group
+    launchable.wide = frozenset(field.name for field in fields if field.is_wide)
     return launchable
 
 
 class Launch(NamedTuple):
     """The parameters of one launch: enough for `make` to run it and for `compile_report.request_for` to compile its kernel."""
 
-    kernel: Any
+    kernel: Launchable
     tile: Tile
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     programs: int
 
 
@@ -122,8 +138,8 @@ def is_current(device: torch.device) -> bool:
 
 
 _MOST_KERNELS = 1024
-_kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by everything that Triton specialises a kernel for
-_stages: OrderedDict[Any, int] = OrderedDict()  # by the same key, for kernels that Triton launches
+_kernels: OrderedDict[object, Direct | None] = OrderedDict()  # by everything that Triton specialises a kernel for
+_stages: OrderedDict[object, int] = OrderedDict()  # by the same key, for kernels that Triton launches
 _counts = {"hits": 0, "misses": 0}
 _lock = fork_safe(threading.Lock())
 
@@ -142,12 +158,12 @@ def clear_kernels() -> None:
         _counts.update(hits=0, misses=0)
 
 
-def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def flat_arguments(kernel: Launchable, arguments: tuple[object, ...]) -> tuple[object, ...]:
     """Returns the arguments of the flat function that is launched, from the arguments of the kernel as written."""
     return flattening(kernel.group)(arguments[0]) + arguments[1:]
 
 
-def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
+def launch(kernel: Launchable, programs: int, device: torch.device, tile: Tile, arguments: tuple[object, ...]) -> None:
     """Runs `programs` programs of `kernel` on `device`; none for 0.
 
     arguments: of the kernel as written; the first is a NamedTuple.
@@ -192,7 +208,7 @@ def keep_in(directory: str | None) -> None:
     _directory = Path(directory) if directory is not None else None
 
 
-def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
+def _launch(kernel: Launchable, programs: int, device: torch.device, tile: Tile, arguments: tuple[object, ...]) -> None:
     parts = _parts_of(kernel)(*arguments)
     # The key has the function, because hashing Triton's object hashes the sources of all that it calls.
     key = (kernel.fn, device, tile.num_warps, tile.num_stages, *parts)
@@ -219,7 +235,7 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
 
 
 def _find_or_compile(
-    kernel: Any, parts: tuple[Any, ...], architecture: int, tile: Tile, arguments: tuple[Any, ...]
+    kernel: Launchable, parts: tuple[Any, ...], architecture: int, tile: Tile, arguments: tuple[object, ...]
 ) -> Direct | None:
     """Loads a kernel from disk, or compiles and stores it; None if only Triton can launch it."""
     text, directory = "", _directory or store.default_directory()
@@ -234,17 +250,17 @@ def _find_or_compile(
     return Direct.of(binary, kernel.arg_names)
 
 
-def _compile(kernel: Any, tile: Tile, arguments: tuple[Any, ...]) -> tuple[Any, store.Binary | None]:
+def _compile(kernel: Launchable, tile: Tile, arguments: tuple[object, ...]) -> tuple[Any, store.Binary | None]:
     """Returns a kernel like `store.sound`."""
 
-    def compile_with(num_stages: int) -> Any:
+    def compile_with(num_stages: int) -> object:
         with compiler.compiling():
             return kernel.warmup(*arguments, grid=(1,), **compiler.options_of(tile.num_warps, num_stages))
 
     return store.sound(compile_with, tile.num_stages)
 
 
-def _sound_stages(kernel: Any, key: tuple[Any, ...], tile: Tile, arguments: tuple[Any, ...]) -> int:
+def _sound_stages(kernel: Launchable, key: tuple[object, ...], tile: Tile, arguments: tuple[object, ...]) -> int:
     """Returns the number of stages with which `_compile` compiles the kernel of a key."""
     found = _stages.get(key)
     if found is None:
@@ -263,14 +279,14 @@ def description_of(launch: Launch, architecture: int) -> str:
     return store.description(kernel, parts, compiler.options_of(tile.num_warps, tile.num_stages), architecture)
 
 
-def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:
+def _parts_of(kernel: Launchable) -> Callable[..., tuple[object, ...]]:
     found = getattr(kernel, "parts_of", None)
     if found is None:
         found = kernel.parts_of = _compiled_parts(kernel.params)
     return found
 
 
-def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[object, ...]]:
     """Returns a function from a kernel's flat arguments to the properties that Triton specialises it for, see `_compiled_for`.
 
     The function is generated, because every launch that is not replayed calls it: the usual case of a parameter costs no call.
@@ -295,7 +311,7 @@ def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
     return found
 
 
-def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
+def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> object:
     """Returns the properties of an argument that Triton specialises a kernel for. Arguments that differ in them share no kernel.
 
     compared: whether the kernel is specialised for the argument's value, and for whether its address is a multiple of 16 bytes.
@@ -317,7 +333,7 @@ def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
     return kind, argument  # 1, 1.0 and True are equal
 
 
-def _compiled_for_in_tuple(part: Any) -> Any:
+def _compiled_for_in_tuple(part: object) -> object:
     """`_compiled_for` a part of a tuple: there Triton specialises for an integer if it is 1 or a multiple of 16."""
     if isinstance(part, tuple):
         return tuple(map(_compiled_for_in_tuple, part))

@@ -39,7 +39,7 @@ def source_key(function: Any) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _referred(function: Any) -> Iterator[tuple[str, Any]]:
+def _referred(function: Any) -> Iterator[tuple[str, object]]:
     """Yields the names and values that a kernel may read from a function's scope: functions, constants, dtypes and named tuples."""
     names = _names(function.src)
     code, cells = function.fn.__code__, function.fn.__closure__ or ()
@@ -47,7 +47,7 @@ def _referred(function: Any) -> Iterator[tuple[str, Any]]:
     yield from _known(function.fn.__globals__, names)
 
 
-def _known(scope: Mapping[str, Any], names: frozenset[str]) -> Iterator[tuple[str, Any]]:
+def _known(scope: Mapping[str, object], names: frozenset[str]) -> Iterator[tuple[str, object]]:
     for name in sorted(names & scope.keys()):
         value = scope[name]
         if isinstance(value, (JITCallable, tl.constexpr, tl.dtype, int, float, str)) or _fields(value):

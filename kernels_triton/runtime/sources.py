@@ -22,7 +22,7 @@ _OURS = (f"{Path(__file__).parents[1]}/", "<flexattn ")  # files of kernels, and
 class _Inspect:
     """`inspect`, except for the sources of the package's own functions."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(inspect, name)
 
     @staticmethod

@@ -50,7 +50,7 @@ class Binary(NamedTuple):
     code: bytes
 
 
-def sound(compile_with: Callable[[int], Any], num_stages: int) -> tuple[Any, Binary | None]:
+def sound(compile_with: Callable[[int], Any], num_stages: int) -> tuple[object, Binary | None]:
     """Returns a kernel as Triton compiled it, and its `binary_of`.
 
     If ptxas miscompiles the kernel, other numbers of stages are tried: fewer, then one more if shared memory has room.
@@ -86,7 +86,7 @@ def binary_of(compiled: Any) -> Binary | None:
     return Binary(metadata.name, signature, metadata.num_warps, metadata.shared, maps, waits, cubin)
 
 
-def description(kernel: Any, parts: Sequence[Any], options: Mapping[str, Any], architecture: int) -> str:
+def description(kernel: Any, parts: Sequence[object], options: Mapping[str, object], architecture: int) -> str:
     """Returns a text that identifies a kernel; `parts` are the properties of each argument that it is specialised for."""
     properties = (
         (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, imitation.code_key(), sorted(options.items())),
@@ -141,7 +141,7 @@ def _library_bytes() -> int:
     return Path(libtriton.__file__).stat().st_size
 
 
-def _text(part: Any) -> str:
+def _text(part: object) -> str:
     """Returns a text of a part that is equal in every process: for a Triton function, the hash of its source."""
     if isinstance(part, JITCallable):
         return source_key(part)

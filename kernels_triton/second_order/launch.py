@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Saved
-from flexattn.kernels_triton.common.problem import Problem, bias_rows, rows
+from flexattn.kernels_triton.common.capture_sums import sum_addends
+from flexattn.kernels_triton.common.problem import Meta, Problem, bias_rows, rows
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.runtime.device import Tile, capability_of
+from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
 from flexattn.kernels_triton.runtime.launch import launch
-from flexattn.kernels_triton.second_order.double_backward import DoubleArguments, _attn_double_backward_kernel
+from flexattn.kernels_triton.second_order.double_backward import DoubleArguments, Known, _attn_double_backward_kernel
+from flexattn.kernels_triton.second_order.score_gradients import (
+    BiasArguments,
+    CaptureArguments,
+    _attn_double_bias_kernel,
+    _attn_double_captures_kernel,
+)
 from flexattn.kernels_triton.second_order.tangent import TangentArguments, _attn_tangent_kernel
-from flexattn.kernels_triton.second_order.tiles import RowSums, Tangents, tile_for
+from flexattn.kernels_triton.second_order.tiles import Bends, RowSums, Tangents, tile_for
 
 
 class Along(NamedTuple):
@@ -28,81 +35,157 @@ class Along(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """The forward's results, and for a double backward their gradients."""
+    """The forward's lse, and for a double backward the gradients of out and lse."""
 
-    out: Tensor
     lse: Tensor
     dout: Tensor | None = None
     dlse: Tensor | None = None
 
 
+class Wanted(NamedTuple):
+    """The gradients besides those of q, k, v and softmax_offset, which each call gets.
+
+    captures: for each captured tensor with a gradient, zeros in its shape, contiguous. reached, bent: the captures to which
+    `Mods.accumulate` and `Bends.accumulate` add, by their index in `captures`.
+    """
+
+    bias: bool = False
+    captures: Sequence[Tensor] = ()
+    reached: tuple[int, ...] = ()
+    bent: tuple[int, ...] = ()
+    deterministic: bool = False
+
+
 class SecondGradients(NamedTuple):
-    """The derivatives of <along, gradients> for q, k, v and softmax_offset, of which the last is fp32."""
+    """The derivatives of <along, gradients>; softmax_offset's and bias's are fp32."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     softmax_offset: Tensor | None
+    bias: Tensor | None
+
+
+class Modified(NamedTuple):
+    """A problem, and the derivatives of its score_mod along tangents, if it has one."""
+
+    problem: Problem
+    bends: Bends | None = None
 
 
 def tile_of(problem: Problem) -> Tile:
     width = max(problem.head_dims - problem.v.shape[-1], problem.v.shape[-1])
-    return tile_for(capability_of(problem.device), width * problem.q.element_size())
+    return problem.cut(tile_for(capability_of(problem.device), width * problem.q.element_size()))
 
 
-def attention_tangent(problem: Problem, along: Along, incoming: Incoming, tout: Tensor, tile: Tile | None = None) -> RowSums:
+def attention_tangent(call: Modified, along: Along, incoming: Incoming, tout: Tensor, tile: Tile | None = None) -> RowSums:
     """Writes the tangent of out, given as zeros in out's layout. Returns numbers of each query: `mu_ptr` is the tangent of lse."""
-    x, tile = problem, tile or tile_of(problem)
-    out, lse, dout, dlse = incoming
+    x = call.problem
+    tile = tile or tile_of(x)
+    lse, dout, dlse = incoming
     mu, scale = torch.zeros_like(lse), torch.zeros_like(lse)
     delta, tangent_delta = (None, None) if dout is None else (torch.zeros_like(lse), torch.zeros_like(lse))
     sums = RowSums(mu_ptr=mu, scale_ptr=scale, delta_ptr=delta, tangent_delta_ptr=tangent_delta)
-    meta = x.meta(tile, (*along[:3], out, tout, *(() if dout is None else (dout,))))
+    meta = x.meta(tile, (*along[:3], tout, *(() if dout is None else (dout,))))
     args = TangentArguments(
         inputs=x.inputs(meta),
         tangents=_tangents(along, x.batch, meta),
-        saved=Saved(out=rows(out, meta), lse_ptr=lse, dlse_ptr=dlse),
+        lse_ptr=lse,
         dout=None if dout is None else rows(dout, meta),
+        dlse_ptr=dlse,
         tout=rows(tout, meta),
+        lists=x.lists("kv"),
         sums=sums,
     )
     programs = cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
     if programs:
-        launch(_attn_tangent_kernel, programs, x.device, tile, (args, x.mods, meta))
+        launch(_attn_tangent_kernel, programs, x.device, tile, (args, call.bends, x.mods, meta))
     return sums
 
 
 def attention_double_backward(
-    problem: Problem, along: Along, incoming: Incoming, tout: Tensor, tile: Tile | None = None
+    call: Modified, along: Along, incoming: Incoming, tout: Tensor, wanted: Wanted, tile: Tile | None = None
 ) -> tuple[RowSums, SecondGradients]:
     """Returns the results of `attention_tangent`, whose tout it writes too, and the derivatives for the inputs."""
-    x, tile = problem, tile or tile_of(problem)
+    x = call.problem
+    tile = tile or tile_of(x)
     assert incoming.dout is not None
-    sums = attention_tangent(x, along, incoming, tout, tile)
+    sums = attention_tangent(call, along, incoming, tout, tile)
     hq, hk, hv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     blocks = cdiv(x.longest_q, tile.block_m)
     dsink = None
     if x.softmax_offset is not None:
         dsink = x.softmax_offset.new_zeros((x.num_heads, x.batch * blocks), dtype=torch.float32)
     meta = x.meta(tile, (*along[:3], incoming.dout, hq, hk, hv))
-    args = DoubleArguments(
+    known = Known(
         inputs=x.inputs(meta),
         tangents=_tangents(along, x.batch, meta),
         lse_ptr=incoming.lse,
         dout=rows(incoming.dout, meta),
         sums=sums,
+    )
+    programs_of_queries = blocks * x.num_heads * x.batch
+    args = DoubleArguments(
+        known=known,
+        lists_kv=x.lists("kv"),
+        lists_q=x.lists("q"),
         hq=rows(hq, meta),
         hk=rows(hk, meta),
         hv=rows(hv, meta),
         dsink_ptr=dsink,
-        programs_of_queries=blocks * x.num_heads * x.batch,
+        programs_of_queries=programs_of_queries,
     )
-    programs = args.programs_of_queries + cdiv(x.longest_kv, tile.block_n) * x.num_heads_kv * x.batch
+    programs = programs_of_queries + cdiv(x.longest_kv, tile.block_n) * x.num_heads_kv * x.batch
+    bias = None
     if programs:
-        launch(_attn_double_backward_kernel, programs, x.device, tile, (args, x.mods, meta))
-    return sums, SecondGradients(hq, hk, hv, None if dsink is None else dsink.sum(1))
+        launch(_attn_double_backward_kernel, programs, x.device, tile, (args, call.bends, x.mods, meta))
+        bias = _bias_gradient(call, known, meta, tile) if wanted.bias else None
+    if programs_of_queries and (wanted.reached or wanted.bent):
+        _capture_gradients(call, known, wanted, meta, tile)
+    return sums, SecondGradients(hq, hk, hv, None if dsink is None else dsink.sum(1), bias)
 
 
-def _tangents(along: Along, batch: int, meta: object) -> Tangents:
-    q, k, v = (rows(t, meta) for t in along[:3])  # type: ignore[arg-type]
+def _bias_gradient(call: Modified, known: Known, meta: Meta, tile: Tile) -> Tensor:
+    """Returns the derivative for the bias, fp32 in its shape. Its last dim spans the keys."""
+    x = call.problem
+    assert x.bias is not None
+    bias_b, bias_h, bias_q, bias_kv = x.bias.shape
+    tiles = bias_b * bias_h * cdiv(bias_q, tile.block_m) * cdiv(bias_kv, tile.block_n)
+    over = (x.batch // max(1, bias_b)) * (x.num_heads // bias_h) * (1 if bias_q > 1 else cdiv(x.longest_q, tile.block_m))
+    num_splits = max(1, min(over, 2 * num_processors(x.device) // max(1, tiles)))
+    parts = torch.zeros((num_splits, *x.bias.shape), dtype=torch.float32, device=x.device)
+    args = BiasArguments(
+        known=known, kinds=x.kinds(), parts_ptr=parts, b=bias_b, h=bias_h, q=bias_q, kv=bias_kv, num_splits=num_splits
+    )
+    if tiles:
+        launch(_attn_double_bias_kernel, tiles * num_splits, x.device, tile, (args, bias_q > 1, call.bends, x.mods, meta))
+    return parts.sum(0) if num_splits > 1 else parts[0]
+
+
+def _capture_gradients(call: Modified, known: Known, wanted: Wanted, meta: Meta, tile: Tile) -> None:
+    """Writes the derivatives for the captured tensors that a kernel adds to."""
+    x = call.problem
+    both = sorted({*wanted.reached, *wanted.bent})
+
+    def run(mode: str, sums: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        def of(tensors: Sequence[Tensor], captures: tuple[int, ...]) -> tuple[Tensor, ...]:
+            return tuple(tensors[both.index(i)] for i in captures) if tensors else ()
+
+        args = CaptureArguments(
+            known=known,
+            lists=x.lists("kv"),
+            sums=of(sums, wanted.reached),
+            scales=of(scales, wanted.reached),
+            bent_sums=of(sums, wanted.bent),
+            bent_scales=of(scales, wanted.bent),
+        )
+        programs = cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
+        launch(_attn_double_captures_kernel, programs, x.device, tile, (args, mode, call.bends, x.mods, meta))
+
+    addends = 2 * x.batch * x.num_heads * x.longest_q * x.longest_kv
+    sum_addends(run, [wanted.captures[i] for i in both], wanted.deterministic, addends)
+
+
+def _tangents(along: Along, batch: int, meta: Meta) -> Tangents:
+    q, k, v = (rows(t, meta) for t in along[:3])
     return Tangents(q=q, k=k, v=v, bias=bias_rows(along.bias, batch), sink_ptr=along.softmax_offset)

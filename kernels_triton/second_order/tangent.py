@@ -1,4 +1,9 @@
-"""The tangent of attention: one kernel, which takes the forward's out and lse, and its launcher."""
+"""The tangent of attention: one kernel, which takes the forward's lse.
+
+In 16 bits a small tangent of out would be lost in a large tangent of lse: t_o = (p t_s) v - mu o is a difference, and p t_s and o
+are rounded to 2^-9 of themselves. So each block of keys subtracts a mean of t_s before it rounds: the mean over the keys so far,
+weighted by p. It is mu after the last block. The sum p v moves the earlier blocks to a later mean.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.arguments import Inputs, Parts, Rows, Saved
-from flexattn.kernels_triton.common.band import visible_range_of_keys
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
@@ -21,39 +25,51 @@ from flexattn.kernels_triton.second_order.tiles import (
     ScoredKeys,
     ScoredQueries,
     Tangents,
+    keys_of_block,
     load_lse,
     load_qk,
     load_sink_tangent,
     load_v,
     scored,
     store_parts,
+    tile_at,
 )
 
 
 class TangentArguments(NamedTuple):
     inputs: Inputs
     tangents: Tangents
-    saved: Saved
+    lse_ptr: Pointer
     dout: Rows | None  # None: without delta and its tangent
+    dlse_ptr: Pointer
     tout: Rows  # zeros
+    lists: BlockMaskLists | None  # lists of key blocks
     sums: RowSums
 
 
+class Sums(NamedTuple):
+    """Sums over keys for some columns of v, inside a kernel."""
+
+    out: tl.tensor  # sum of p v
+    tangent: tl.tensor  # sum of p (t - mean) v + p tv
+
+
 @triton.jit
-def _add_product(acc, weights, x, COLUMNS: tl.constexpr, META: tl.constexpr):
-    if COLUMNS == 0:
-        return tl.dot(weights.to(x.first.dtype), x.first, acc, input_precision=META.PRECISION)
-    else:
-        return tl.dot(weights.to(x.second.dtype), x.second, acc, input_precision=META.PRECISION)
+def _add(sums, p, weighted, step, v, tv, META: tl.constexpr):
+    # step: the change of the mean, which the tangent so far is moved to
+    p, weighted = p.to(v.dtype), weighted.to(v.dtype)
+    tangent = tl.dot(weighted, v, sums.tangent - step[:, None] * sums.out, input_precision=META.PRECISION)
+    tangent = tl.dot(p, tv, tangent, input_precision=META.PRECISION)
+    return Sums(out=tl.dot(p, v, sums.out, input_precision=META.PRECISION), tangent=tangent)
 
 
 @kernel
-def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.constexpr):
+def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     V0: tl.constexpr = META.V0
     V1: tl.constexpr = META.V1
-    inputs, tangents, saved, sums = args.inputs, args.tangents, args.saved, args.sums
+    inputs, tangents = args.inputs, args.tangents
     lengths_q = inputs.lengths_q
     num_heads = inputs.num_heads
     blocks = tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
@@ -74,31 +90,36 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
     q = load_qk(inputs.q, place, BLOCK_M, META)
     tq = load_qk(tangents.q, place, BLOCK_M, META)
     row = lse_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
-    lse_log2 = load_lse(saved.lse_ptr, row, rows, len_q)
+    lse_log2 = load_lse(args.lse_ptr, row, rows, len_q)
     queries = ScoredQueries(q=q, tq=tq, lse_log2=lse_log2, first_row=first_row)
 
-    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
-    acc1 = acc0
+    zeros = tl.zeros([BLOCK_M, V0], tl.float32)
+    sums0 = Sums(out=zeros, tangent=zeros)
+    sums1 = sums0
     if V1 > 0:
-        acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
+        zeros1 = tl.zeros([BLOCK_M, V1], tl.float32)
+        sums1 = Sums(out=zeros1, tangent=zeros1)
     mu = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
-    for n in tl.range(visible.begin, visible.end, BLOCK_N):
+    mean = tl.zeros([BLOCK_M], tl.float32)
+    tiles = keys_of_block(args.lists, head, first_row, inputs, META)
+    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+        n, is_full = tile_at(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         key_place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
         k = load_qk(inputs.k, key_place, BLOCK_N, META)
         tk = load_qk(tangents.k, key_place, BLOCK_N, META)
-        tile = scored(queries, ScoredKeys(k=k, tk=tk, n=n), tangents.bias, head, inputs, MODS, META)
+        tile = scored(args, queries, ScoredKeys(k=k, tk=tk, n=n), is_full, head, MODS, BENDS, META)
         v = load_v(inputs.v, key_place, BLOCK_N, META)
         tv = load_v(tangents.v, key_place, BLOCK_N, META)
-        weighted = tile.p * tile.t_logit
         total += tl.sum(tile.p, 1)
-        mu += tl.sum(weighted, 1)
-        weighted *= tile.drop
+        mu += tl.sum(tile.p * tile.t_logit, 1)
+        new_mean = mu / tl.where(total == 0.0, 1.0, total)
         p = tile.p * tile.drop
-        acc0 = _add_product(_add_product(acc0, weighted, v, 0, META), p, tv, 0, META)
+        weighted = p * (tile.t_logit - new_mean[:, None])
+        sums0 = _add(sums0, p, weighted, new_mean - mean, v.first, tv.first, META)
         if V1 > 0:
-            acc1 = _add_product(_add_product(acc1, weighted, v, 1, META), p, tv, 1, META)
+            sums1 = _add(sums1, p, weighted, new_mean - mean, v.second, tv.second, META)
+        mean = new_mean
     if META.HAS_SINK:
         p_sink = tl.exp2(load_sink(inputs.softmax_offset_ptr, h, LOG2E, META) - lse_log2)
         total += p_sink
@@ -106,22 +127,23 @@ def _attn_tangent_kernel(args: TangentArguments, MODS: tl.constexpr, META: tl.co
     # lse in fp32 is rounded, and all of a row's weights have that error as one factor
     scale = 1.0 / tl.where(total == 0.0, 1.0, total)
     mu *= scale
-    tl.store(sums.mu_ptr + row + rows, mu, mask=rows < len_q)
-    tl.store(sums.scale_ptr + row + rows, scale, mask=rows < len_q)
-    out = load_v(saved.out, place, BLOCK_M, META)
-    tout0 = acc0 * scale[:, None] - mu[:, None] * out.first.to(tl.float32)
+    tl.store(args.sums.mu_ptr + row + rows, mu, mask=rows < len_q)
+    tl.store(args.sums.scale_ptr + row + rows, scale, mask=rows < len_q)
+    rest = (mean - mu)[:, None]
+    tout0 = (sums0.tangent + rest * sums0.out) * scale[:, None]
     tout1 = tout0
     if V1 > 0:
-        tout1 = acc1 * scale[:, None] - mu[:, None] * out.second.to(tl.float32)
+        tout1 = (sums1.tangent + rest * sums1.out) * scale[:, None]
     store_parts(args.tout, Parts(first=tout0, second=tout1), place, META.V0, META.V1, META.HEAD_DIM_V, META)
     if args.dout.ptr is not None:
         dout = load_v(args.dout, place, BLOCK_M, META)
-        delta = tl.sum(out.first.to(tl.float32) * dout.first.to(tl.float32), 1)
+        delta = tl.sum(sums0.out * dout.first.to(tl.float32), 1)
         tangent_delta = tl.sum(tout0 * dout.first.to(tl.float32), 1)
         if V1 > 0:
-            delta += tl.sum(out.second.to(tl.float32) * dout.second.to(tl.float32), 1)
+            delta += tl.sum(sums1.out * dout.second.to(tl.float32), 1)
             tangent_delta += tl.sum(tout1 * dout.second.to(tl.float32), 1)
-        if saved.dlse_ptr is not None:
-            delta -= tl.load(saved.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
-        tl.store(sums.delta_ptr + row + rows, delta, mask=rows < len_q)
-        tl.store(sums.tangent_delta_ptr + row + rows, tangent_delta, mask=rows < len_q)
+        delta *= scale
+        if args.dlse_ptr is not None:
+            delta -= tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+        tl.store(args.sums.delta_ptr + row + rows, delta, mask=rows < len_q)
+        tl.store(args.sums.tangent_delta_ptr + row + rows, tangent_delta, mask=rows < len_q)

@@ -5,19 +5,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Bias, Parts, Pointer, Rows
-from flexattn.kernels_triton.common.band import visible_keys
+from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys, visible_range_of_queries
+from flexattn.kernels_triton.common.block_lists import TileRange, all_tiles, listed_tile, load_block_lists
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.runtime.device import Tile
+
+
+class Bends(NamedTuple):
+    """The Triton functions of a score_mod's derivatives along tangents, which `dispatch.triton_second_order` makes.
+
+    Their last argument is the tuple of captures, in which the tangents of captures follow.
+    """
+
+    tangent: Any  # (t_score, score, b, h, q_idx, kv_idx) -> the tangent of the modified score
+    # (dscore, t_score, score, b, h, q_idx, kv_idx) -> the tangent of the score's gradient for a constant dscore; None: 0
+    gradient: Any = None
+    accumulate: Any = None  # the same for the captures' gradients, with (.., captures, sums, scales, MODE)
 
 
 class Tangents(NamedTuple):
@@ -71,7 +84,9 @@ class Scored(NamedTuple):
 
     p: tl.tensor
     t_raw: tl.tensor  # tangent of the scaled score, before softcap
+    t_score: tl.tensor  # tangent of score_mod's input
     t_logit: tl.tensor
+    score: tl.tensor  # score_mod's input
     cap_tanh: float | tl.tensor
     drop: float | tl.tensor  # factor of dropout for each weight
 
@@ -131,31 +146,69 @@ def _tangent_of_bias(bias, head, i, j):
 
 
 @triton.jit
-def scored(queries, keys, bias, head, inputs, MODS: tl.constexpr, META: tl.constexpr):
-    # Returns a `Scored`. queries, keys: with the fields of `ScoredQueries` and `ScoredKeys`. bias: the bias's tangent.
+def keys_of_block(lists, head, first_row, inputs, META: tl.constexpr):
+    # Returns the tiles of keys that a block of queries sees, a `TileRange`.
+    visible = visible_range_of_keys(first_row, head.len_kv, head.shift, inputs.band, META)
+    if META.BLOCK_SIZE_Q == 0:
+        return TileRange(begin=visible.begin, end=visible.end, listed=None)
+    row = head.b * lists.stride_b + head.h * lists.stride_h + first_row // META.BLOCK_SIZE_Q
+    blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
+    return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
+
+
+@triton.jit
+def queries_of_block(lists, head, n, inputs, META: tl.constexpr):
+    # Returns the tiles of queries that see a block of keys, a `TileRange`.
+    visible = visible_range_of_queries(n, head.len_q, head.shift, inputs.band, META)
+    if META.BLOCK_SIZE_Q == 0:
+        return TileRange(begin=visible.begin, end=visible.end, listed=None)
+    row = head.b * lists.stride_b + head.h * lists.stride_h + n // META.BLOCK_SIZE_KV
+    blocks = load_block_lists(lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
+    return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
+
+
+@triton.jit
+def tile_at(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    # Returns (first row of a tile, whether its block is full).
+    if SIZE == 0:
+        return t, False
+    else:
+        return listed_tile(t, listed, SIZE, BLOCK)
+
+
+@triton.jit
+def scored(args, queries, keys, is_full, head, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.constexpr):
+    # Returns a `Scored`. queries, keys: with the fields of `ScoredQueries` and `ScoredKeys`. args: has `inputs` and `tangents`.
+    inputs, bias = args.inputs, args.tangents.bias
     first_row, n = queries.first_row, keys.n
     i = first_row + tl.arange(0, META.BLOCK_M)[:, None]
     j = n + tl.arange(0, META.BLOCK_N)[None, :]
     qk = product(queries.q, keys.k, None, META.QK1 > 0, META)
     t_raw = product(queries.tq, keys.k, None, META.QK1 > 0, META)
     t_raw = product(queries.q, keys.tk, t_raw, META.QK1 > 0, META)
-    s, factor, cap_tanh, _ = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
+    s, factor, cap_tanh, score = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
     p = tl.exp2(tl.fma(s, factor, -queries.lse_log2[:, None]))
     p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
+    if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
+        p = tl.where(i < head.len_q, p, 0.0)
     if META.HAS_MASK_MOD:
-        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures), p, 0.0)
+        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, p, 0.0)
     if bias.ptr is not None and META.HAS_PRE_SCALE_BIAS:
         t_raw += _tangent_of_bias(bias, head, i, j)
     t_raw *= inputs.scores.scale
-    t_logit = t_raw
+    t_score = t_raw
     if META.HAS_SOFTCAP:
-        t_logit = t_raw * (1 - cap_tanh * cap_tanh)
+        t_score = t_raw * (1 - cap_tanh * cap_tanh)
+    t_logit = t_score
+    if META.HAS_SCORE_MOD:
+        t_logit = BENDS.tangent(t_score, score, head.b, head.h, i, j, head.captures)
+        t_logit = tl.where(p == 0.0, 0.0, t_logit)  # it may be infinite
     if bias.ptr is not None and META.HAS_POST_SCALE_BIAS:
         t_logit += _tangent_of_bias(bias, head, i, j)
     drop = 1.0
     if META.HAS_DROPOUT:
         drop = tl.where(dropout_keep(inputs, head.b, head.h, first_row, n, META), inputs.dropout.keep_scale, 0.0)
-    return Scored(p=p, t_raw=t_raw, t_logit=t_logit, cap_tanh=cap_tanh, drop=drop)
+    return Scored(p=p, t_raw=t_raw, t_score=t_score, t_logit=t_logit, score=score, cap_tanh=cap_tanh, drop=drop)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer
+from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys
 from flexattn.kernels_triton.common.padding import padding_rows
 from flexattn.kernels_triton.common.problem import Problem
@@ -46,8 +46,7 @@ class Query(NamedTuple):
     i: tl.tensor  # position in its sequence
     h_kv: tl.tensor
     h: tl.tensor  # first head
-    heads: tl.tensor  # all heads; rows from num_heads on have no head
-    num_heads: tl.tensor
+    num_heads: tl.tensor  # from h on
     start_q: int | tl.tensor
     len_q: tl.tensor
     start_kv: int | tl.tensor
@@ -59,10 +58,14 @@ class Query(NamedTuple):
 
 @triton.jit
 def query_of_program(inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
-    # Programs with the same list and keys are next to each other.
+    return query_at(tl.program_id(0), inputs, lists, KV_BLOCK, META)
+
+
+@triton.jit
+def query_at(pid, inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
+    # Returns query number `pid`. Queries with the same list and keys have numbers next to each other.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     group = inputs.group_size
-    pid = tl.program_id(0)
     blocks = tl.cdiv(group, BLOCK_M)
     first = pid % blocks * BLOCK_M
     pid = pid // blocks
@@ -85,7 +88,6 @@ def query_of_program(inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, ME
         i=i,
         h_kv=h_kv,
         h=h,
-        heads=h + tl.arange(0, BLOCK_M),
         num_heads=tl.minimum(group - first, BLOCK_M),
         start_q=start_q,
         len_q=len_q,
@@ -98,9 +100,33 @@ def query_of_program(inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, ME
 
 
 @triton.jit
+def query_of_token(token, part, slots_ptr, inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
+    # Returns (query, row of the token in the query's sequence, whether the token is a query). part: key head and heads, as in a
+    # number of `query_at`. slots_ptr: batch index * longest_q + position of each packed token, and -1 for padding
+    lengths = inputs.lengths_q
+    group = inputs.group_size
+    parts = tl.cdiv(group, META.BLOCK_M) * (inputs.num_heads // group)
+    if META.IS_RAGGED_Q:
+        slot = tl.load(slots_ptr + token)
+        query = query_at(tl.maximum(slot, 0) * parts + part, inputs, lists, KV_BLOCK, META)
+        row = token - query.start_q
+        is_query = slot >= 0
+    else:
+        row = token % lengths.num_tokens
+        slot = token // lengths.num_tokens * lengths.max_seqlen + tl.minimum(row, lengths.max_seqlen - 1)
+        query = query_at(slot * parts + part, inputs, lists, KV_BLOCK, META)
+        is_query = row < query.len_q
+    return query, row, is_query
+
+
+@triton.jit
 def load_entries(lists: KeyLists, query: Query, inputs: Inputs, first, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     # Returns (keys, whether the query sees them) of BLOCK_N entries from `first` on. A key that it does not see is 0.
-    place = first + tl.arange(0, META.BLOCK_N)
+    return load_entries_at(first + tl.arange(0, META.BLOCK_N), lists, query, inputs, KV_BLOCK, META)
+
+
+@triton.jit
+def load_entries_at(place, lists: KeyLists, query: Query, inputs: Inputs, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     is_entry = place < query.num_entries
     index = tl.load(lists.indices_ptr + query.list_row * lists.length + place // KV_BLOCK, mask=is_entry, other=-1)
     is_entry = is_entry & (index >= 0) & (index < tl.cdiv(query.len_kv, KV_BLOCK))
@@ -110,14 +136,19 @@ def load_entries(lists: KeyLists, query: Query, inputs: Inputs, first, KV_BLOCK:
 
 
 @triton.jit
+def _page_and_row(pages, b, j):
+    # Returns (page, int64; row in it) of keys j of a sequence. Page ids are clamped.
+    page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + j // pages.page_size)
+    return tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64), j % pages.page_size
+
+
+@triton.jit
 def key_offsets(x, inputs: Inputs, b, j, META: tl.constexpr):
     # Returns the offsets of the rows of keys j from the first key of the sequence, or of the pool of pages.
     offsets = j.to(tl.int64) * x.stride_s
     if inputs.pages.table_ptr is not None:
-        pages = inputs.pages
-        page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + j // pages.page_size)
-        page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64)
-        offsets = page * x.stride_b + (j % pages.page_size).to(tl.int64) * x.stride_s
+        page, row = _page_and_row(inputs.pages, b, j)
+        offsets = page * x.stride_b + row.to(tl.int64) * x.stride_s
     return offsets * META.ALIGN
 
 
@@ -129,6 +160,17 @@ def gather(base, offsets, is_seen, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HE
     if COLUMN + WIDTH > HEAD_DIM:
         mask = mask & (columns < HEAD_DIM)[None, :]
     return tl.load(base + (offsets[:, None] + columns[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def load_scales(scale, inputs: Inputs, query: Query, j, is_seen, META: tl.constexpr):
+    # Returns the factors of keys in FP8 that each have one, and 0 for keys that are not seen.
+    place = j * 0 + query.b
+    row = j
+    if inputs.pages.table_ptr is not None:
+        place, row = _page_and_row(inputs.pages, query.b, j)
+    offsets = place.to(tl.int64) * scale.stride_b + row.to(tl.int64) * scale.stride_block
+    return tl.load(scale.ptr + offsets + tl.cast(query.h_kv, tl.int64) * scale.stride_h, mask=is_seen, other=0.0)
 
 
 class Keys(NamedTuple):
@@ -146,11 +188,41 @@ def load_keys(query: Query, q: Parts, k_base, first, lists: KeyLists, inputs: In
     j, is_seen = load_entries(lists, query, inputs, first, KV_BLOCK, META)
     offsets = key_offsets(inputs.k, inputs, query.b, j, META)
     k0 = gather(k_base, offsets, is_seen, 0, META.QK0, META.HEAD_DIM_QK)
+    if META.IS_KV_FP8:
+        k0 = k0.to(q.first.dtype)
     k1 = k0
     qk = tl.dot(q.first, tl.trans(k0), input_precision=META.PRECISION)
     if META.QK1 > 0:
         k1 = gather(k_base, offsets, is_seen, META.QK0, META.QK1, META.HEAD_DIM_QK)
+        if META.IS_KV_FP8:
+            k1 = k1.to(q.first.dtype)
         qk = tl.dot(q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
+    if META.HAS_TOKEN_SCALES_K:
+        qk *= load_scales(inputs.scales.k, inputs, query, j, is_seen, META)[None, :]
+    return Keys(j=j, is_seen=is_seen, k0=k0, k1=k1, qk=qk)
+
+
+@triton.jit
+def load_latents(
+    query: Query, q: Parts, rows: Rows, first, lists: KeyLists, inputs: Inputs, KV_BLOCK: tl.constexpr, META: tl.constexpr
+):
+    # The keys of rows of bytes (`latent_rows`): 512 numbers in E4M3, the fp32 factors of each 128 of them, and 64 bf16 numbers.
+    DTYPE: tl.constexpr = q.first.dtype
+    GROUP: tl.constexpr = 128
+    GROUPS: tl.constexpr = META.QK0 // GROUP
+    j, is_seen = load_entries(lists, query, inputs, first, KV_BLOCK, META)
+    b = query.b if inputs.pages.table_ptr is None else 0
+    places = row_pointer(rows, b, 0, query.start_kv, META) + key_offsets(rows, inputs, query.b, j, META)
+    mask = is_seen[:, None]
+    numbers = tl.load(places[:, None] + tl.arange(0, META.QK0)[None, :], mask=mask, other=0).to(tl.float8e4nv, bitcast=True)
+    scales = (places + META.QK0).to(tl.pointer_type(tl.float32))
+    scales = tl.load(scales[:, None] + tl.arange(0, GROUPS)[None, :], mask=mask, other=0.0)
+    k0 = tl.reshape(numbers.to(tl.float32), [META.BLOCK_N, GROUPS, GROUP]) * scales[:, :, None]
+    k0 = tl.reshape(k0, [META.BLOCK_N, META.QK0]).to(DTYPE)
+    k1 = (places + (META.QK0 + 4 * GROUPS)).to(tl.pointer_type(tl.bfloat16))
+    k1 = tl.load(k1[:, None] + tl.arange(0, META.QK1)[None, :], mask=mask, other=0.0).to(DTYPE)
+    qk = tl.dot(q.first, tl.trans(k0), input_precision=META.PRECISION)
+    qk = tl.dot(q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
     return Keys(j=j, is_seen=is_seen, k0=k0, k1=k1, qk=qk)
 
 
@@ -164,6 +236,11 @@ def load_values(query: Query, keys: Keys, v_base, inputs: Inputs, META: tl.const
     v1 = v0
     if META.V1 > 0:
         v1 = gather(v_base, offsets, keys.is_seen, META.V0, META.V1, META.HEAD_DIM_V)
+    if META.HAS_TOKEN_SCALES_V:
+        scales = load_scales(inputs.scales.v, inputs, query, keys.j, keys.is_seen, META)[:, None]
+        v0, v1 = v0.to(tl.float32) * scales, v1.to(tl.float32) * scales
+    if META.IS_KV_FP8:
+        v0, v1 = v0.to(keys.k0.dtype), v1.to(keys.k0.dtype)
     return v0, v1
 
 
@@ -221,7 +298,18 @@ def clear_padding(
 
 
 @triton.jit
+def heads_of(query: Query, META: tl.constexpr):
+    # Returns the heads of a program's rows; rows from num_heads on have no head.
+    return query.h + tl.arange(0, META.BLOCK_M)
+
+
+@triton.jit
 def rows_of_heads(query: Query, inputs: Inputs, META: tl.constexpr):
+    return lse_rows_of(heads_of(query, META), query, inputs, META)
+
+
+@triton.jit
+def lse_rows_of(heads, query: Query, inputs: Inputs, META: tl.constexpr):
     # Returns the indices of the query's heads in lse.
-    h = query.heads if META.IS_RAGGED_Q else query.b * inputs.num_heads + query.heads
+    h = heads if META.IS_RAGGED_Q else query.b * inputs.num_heads + heads
     return tl.cast(h, tl.int64) * inputs.lengths_q.num_tokens + query.start_q + query.i

@@ -9,19 +9,63 @@ from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability
 _WIDE = 512  # from these head dims on, of q and v together, a tile of 64 keys leaves no room for a second one
 
 
+_LARGE_MEMORY = (80, 90, 100)  # GPUs whose programs can have over 160 KB of shared memory
+
+MOST_ENTRIES = 128
+"""Entries of the largest tile of `rows_tile`."""
+
+
 def forward_tile(problem: Problem) -> Tile:
     return _tile(problem, 64)
 
 
 def backward_tile(problem: Problem) -> Tile:
-    return _tile(problem, 32)
+    """Returns the tile of dq."""
+    x = problem
+    if x.head_dims < _WIDE or x.q.element_size() > 2 or _is_interpreted(x):
+        return _tile(x, 64 if x.q.element_size() == 2 else 32)
+    entries = 32 if capability_of(x.device) in _LARGE_MEMORY else 16
+    return Tile(min(padded_heads(x), 32), entries, 8, 2)
+
+
+def padded_heads(problem: Problem) -> int:
+    return max(16, slots_of_heads(problem.group_size))
+
+
+def entries_tile(problem: Problem) -> Tile:
+    return Tile(padded_heads(problem), 16 if _is_interpreted(problem) else 1024, 4, 1)
+
+
+def rows_tile(problem: Problem) -> Tile:
+    """Returns the tile of the rows of listed keys: columns, and entries."""
+    if _is_interpreted(problem):
+        return Tile(16, 16, 4, 1)
+    side = 2**15 // problem.q.element_size() // padded_heads(problem)
+    return Tile(min(64, side), min(MOST_ENTRIES, side), 4, 2)
+
+
+def sums_tile(problem: Problem) -> Tile:
+    """Returns the tile of the sums of rows: columns, and rows of an iteration."""
+    return Tile(16, 16, 4, 1) if _is_interpreted(problem) else Tile(128, 16, 4, 2)
+
+
+def blocks_tile(problem: Problem) -> Tile:
+    """Returns the tile of the sums of a block of keys: queries and heads of an iteration, and columns."""
+    if _is_interpreted(problem):
+        return Tile(32, 16, 4, 1)
+    return Tile(64, 128 if problem.q.element_size() == 2 else 64, 8, 3 if problem.q.element_size() == 2 else 1)
+
+
+def _is_interpreted(problem: Problem) -> bool:
+    return capability_of(problem.device) == INTERPRETER
 
 
 def _tile(problem: Problem, most: int) -> Tile:
     """Returns the tile. most: the most heads of a program, and entries of an iteration."""
     x = problem
-    if capability_of(x.device) == INTERPRETER:
+    if _is_interpreted(x):
         return Tile(16, 16, 4, 1)
     is_wide = x.head_dims >= _WIDE or x.q.element_size() > 2
     heads = min(max(slots_of_heads(x.group_size), 16), most)
-    return Tile(heads, most // 2 if is_wide else most, 8 if is_wide or heads > 32 else 4, 2)
+    keys = most // 2 if is_wide or x.descales_kv else most  # a tile of keys that are converted is in registers
+    return Tile(heads, keys, 8 if is_wide or heads > 32 else 4, 2)

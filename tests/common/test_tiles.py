@@ -39,7 +39,7 @@ FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 # Spills in the loops, as a share of their instructions. Plain half precision has next to none. Calls with every feature have some,
 # and so has fp32, whose products use ordinary registers. Head dims above 256 leave few registers. With half the keys their forward
 # on sm_90 would spill nothing, but multiply half as much at a time.
-LOOP_SPILLS = dict.fromkeys(("hybrid", "plain", "short", "open", "latent"), 0.01) | {
+LOOP_SPILLS = dict.fromkeys(("hybrid", "plain", "short", "open", "latent", "alibi"), 0.01) | {
     "few": 0.0,
     "full": 0.08,
     "fp32": 0.08,
@@ -106,8 +106,9 @@ def _launches(case: Case) -> list[Launch]:
         "max_seqlen_q": length,
         "max_seqlen_kv": length,
     } | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cu_seqlens)
+    alibi = {"alibi_slopes": torch.zeros(heads)} if case.features == "alibi" else {}
     band = {"window_right": None if case.features == "open" else 0}
-    problem = Problem(q, k, v, softmax_scale=0.1, **band, **(features if full else {}), **scales)
+    problem = Problem(q, k, v, softmax_scale=0.1, **band, **(features if full else alibi), **scales)
 
     def tile(table: configs.Table) -> configs.Tile:
         return problem.tile(table, case.sm)
@@ -152,6 +153,7 @@ ALL = [
     *_cases("forward dq dkdv", SMS, torch.bfloat16, HEAD_DIMS, "open"),
     *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "short"),
     *_cases("forward dq dkdv", (90,), torch.float16, ((128, 128),), "plain"),
+    *_cases("dq dkdv", (80, 86, 89, 120), torch.bfloat16, HEAD_DIMS, "alibi"),
     *_cases("forward dq dkdv", SMS, torch.bfloat16, UNEVEN_HEAD_DIMS, "plain"),
     *_cases("forward", (80, 86, 89, 120), torch.bfloat16, (*HEAD_DIMS, *UNEVEN_HEAD_DIMS), "few"),
     *_cases("forward dq dkdv dbias", SMS, torch.bfloat16, ((64, 64), (128, 128), (192, 128), (256, 256)), "full"),
@@ -229,7 +231,9 @@ def test_head_dim_128_of_other_architectures() -> None:
 
 
 def _is_basic(case: Case) -> bool:
-    return (case.features == "plain" and case.dtype is not torch.float32) or (case.features, case.sm) == ("full", 80)
+    if case.dtype is torch.float32:
+        return False
+    return case.features == "plain" or (case.features, case.sm) in (("full", 80), ("alibi", 89))
 
 
 @pytest.mark.exhaustive

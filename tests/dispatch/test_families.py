@@ -20,7 +20,7 @@ from tests.fuzz.config import FEATURES, Where, draw_config
 pytest.importorskip("triton", reason="triton is not installed")
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
-from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, Policy
+from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, SPARSE_BACKWARD, SPARSE_FORWARDS, Policy
 from flexattn.kernels_triton.runtime.launch import Launch
 from tests.support.compiled_kernels import compile_sound
 
@@ -37,6 +37,8 @@ KERNELS = {
     ("forward", "sm_90 FP8"): {"_attn_fwd_fp8_hopper_kernel"},
     ("forward", "sm_100"): {"_attn_fwd_blackwell_kernel"},
     ("forward", "sparse"): {"_sparse_fwd_kernel"},
+    ("forward", "sm_90 sparse"): {"_sparse_fwd_hopper_kernel"},
+    ("forward", "sm_90 sparse latent"): {"_sparse_fwd_wide_hopper_kernel"},
     ("backward", "sparse"): {"_sparse_bwd_dq_kernel"},
     ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
     ("backward", "sm_90 fused"): {"_attn_bwd_fused_hopper_kernel"},
@@ -187,6 +189,11 @@ def fp8_cache_call() -> tuple[AttentionSpec, Operands]:
     return on_sm_90(q=q, k=k, v=k)
 
 
+def latent_call() -> tuple[AttentionSpec, Operands]:
+    q, k = (torch.zeros(1, n, heads, 320, dtype=torch.bfloat16) for n, heads in ((2, 4), (64, 1)))
+    return on_sm_90(q=q, k=k, v=k[..., :256], kv_indices=torch.zeros(1, 2, 16, dtype=torch.int32))
+
+
 @pytest.mark.slow
 def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """With any supported Triton, at the head dims that compile fastest."""
@@ -211,10 +218,13 @@ def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> No
         add(*given, 90)
     add(*call((512, 512)), 90, ("forward",))
     add(*fp8_cache_call(), 90, ("forward",))
-    add(*call(kv_indices=torch.empty(2, 4096, 64, dtype=torch.int32, device="meta")), 90)
+    lists = torch.empty(2, 4096, 64, dtype=torch.int32, device="meta")
+    add(*call(kv_indices=lists), 90)
+    add(*latent_call(), 90, ("forward",))
     add(*call(), 100)
     policy = Policy(portable_only="a test")
     add(*call(), 80)
+    add(*call(kv_indices=lists), 80, ("forward",))
     assert requests.keys() == {key for key in KERNELS if "dequantized" not in key[1]}
     compile_sound(list(requests.values()))
 
@@ -236,9 +246,12 @@ def check(spec: AttentionSpec, x: Operands) -> None:
         choice = triton_backend.choice_of(spec, x, direction)
         assert choice is not None
         name = choice.family.name
-        order = [family.name for family in (FORWARDS if direction == "forward" else BACKWARDS)[spec.fp8 is not None]]
-        if name != "sparse":  # the one family for lists of keys
-            assert [rejected for rejected, reason in choice.rejected if reason] == order[: order.index(name)]
+        if x.kv_indices is not None:
+            families = SPARSE_FORWARDS if direction == "forward" else (SPARSE_BACKWARD,)
+        else:
+            families = (FORWARDS if direction == "forward" else BACKWARDS)[spec.fp8 is not None]
+        order = [family.name for family in families]
+        assert [rejected for rejected, reason in choice.rejected if reason] == order[: order.index(name)]
         assert "keys" in choice.blocks
         ran = launched(spec, x, direction) & set.union(*KERNELS.values())
         assert ran == KERNELS[direction, name] if x.q.numel() else ran <= KERNELS[direction, name]

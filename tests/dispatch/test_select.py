@@ -741,10 +741,5 @@ def test_any_spec_is_explained(spec, request):
         assert text.count(f"  not {name}: ") + text.count(f": {name}\n") == (2 if spec.needs_grad else 1)
 
 
-def test_auto_prefers_eager_for_lists_of_keys_on_a_gpu() -> None:
-    """No GPU has run the kernels for lists of keys. A warning names them."""
-    decision = select(ON_CUDA._replace(kv_lists=1), "forward", "auto")
-    assert decision.backend == "eager"
-    assert decision.warning is not None
-    assert "backend='triton' runs them" in decision.warning
-    assert select(ON_CUDA._replace(kv_lists=1), "forward", "triton").backend == "triton"
+def test_auto_prefers_triton_for_lists_of_keys_on_a_gpu() -> None:
+    assert select(ON_CUDA._replace(kv_lists=1), "forward", "auto").backend == "triton"

@@ -86,6 +86,7 @@ class Verdicts:
             return
         errors, budget = (torch.where(t == ref, 0.0, (t.double() - ref).abs()) for t in (got, same_dtype))
         size = ref.abs().masked_fill(ref.isinf(), 0.0)
+        least = least + STEPS * torch.finfo(got.dtype).smallest_subnormal  # below the normal numbers, steps have one size
         for kind, norm in (("largest", torch.amax), ("rms", _rms)):
             granted = torch.where(rounding == torch.inf, rounding, factor * norm(budget) + rounding * norm(size) + least)
             if noise is not None:

@@ -50,6 +50,38 @@ def mean_flow(attend: Attend, *x: Any) -> Any:
     return ((out + jax.lax.stop_gradient(tangent)) ** 2).sum()
 
 
+def linearized(attend: Attend, *x: Any) -> Any:
+    """Returns out, its tangents along three directions, and the transpose of the linear function."""
+    out, run = jax.linearize(attend, *x)
+    directions = [jnp.stack([t, 2 * t, t[::-1]]) for t in ALONG]
+    return out, run(*ALONG), jax.vmap(run)(*directions), jax.linear_transpose(run, *x)(out)
+
+
+def in_checkpoint(attend: Attend) -> Any:
+    """Returns the gradient and the tangent of layers in a scan, each a checkpoint that keeps out."""
+    policy = jax.checkpoint_policies.save_only_these_names("flexattn_out")
+    block = jax.checkpoint(attend, policy=policy)
+
+    def layers(q: Any) -> Any:
+        return jax.lax.scan(lambda q, _: (block(q, *X[1:]), None), q, None, length=2)[0]
+
+    return jax.grad(lambda q: (layers(q) ** 3).sum())(QKV[0]), jax.jvp(layers, QKV[:1], ALONG[:1])
+
+
+def in_vmap(attend: Attend) -> Any:
+    """Returns derivatives of calls under a vmap, with a tensor that all calls share."""
+    q = jnp.stack([QKV[0], -QKV[0]])
+
+    def each(q: Any, k: Any) -> Any:
+        return jax.vmap(lambda q: attend(q, k, *X[2:]))(q)
+
+    def both(q: Any, k: Any) -> Any:
+        return (jax.vmap(lambda q: jax.jvp(lambda q, k: attend(q, k, *X[2:]), (q, k), ALONG[:2])[1])(q) ** 2).sum()
+
+    gradients = jax.grad(lambda q, k: (each(q, k) ** 3).sum(), (0, 1))(q, QKV[1])
+    return gradients, jax.linearize(each, q, QKV[1])[1](q, ALONG[1]), jax.grad(both, (0, 1))(q, QKV[1])
+
+
 USES: dict[str, Callable[[Attend], Any]] = {
     "jvp": lambda attend: jax.jvp(attend, X, ALONG),
     "jvp of k": lambda attend: jax.jvp(lambda k: attend(QKV[0], k, QKV[2], BIAS), QKV[1:2], ALONG[1:2]),
@@ -57,10 +89,17 @@ USES: dict[str, Callable[[Attend], Any]] = {
     "jvp of grad": lambda attend: jax.jvp(jax.grad(loss(attend), (0, 1, 2, 3)), X, ALONG),
     "grad of jvp": lambda attend: jax.grad(lambda *x: (jax.jvp(attend, x, ALONG)[1] ** 2).sum(), (0, 1, 2, 3))(*X),
     "mean flow": lambda attend: jax.grad(lambda *x: mean_flow(attend, *x), (0, 1, 2, 3))(*X),
+    "linearize": lambda attend: linearized(attend, *X),
+    "linearize of grad": lambda attend: jax.linearize(jax.grad(loss(attend), (0, 1, 2, 3)), *X)[1](*ALONG),
+    "jvp of jit": lambda attend: jax.jvp(jax.jit(attend), X, ALONG),
+    "linearize of jit": lambda attend: linearized(jax.jit(attend), *X),
+    "jacfwd of jit": lambda attend: jax.jacfwd(lambda b: loss(jax.jit(attend))(*QKV, b + BIAS))(jnp.ones((1, 1, 1, 5))),
+    "checkpoint": in_checkpoint,
+    "vmap": in_vmap,
     "hessian": lambda attend: jax.hessian(lambda b: loss(attend)(*QKV, b + BIAS))(jnp.ones((1, 1, 1, 5))),
 }
 
-BY_DEFAULT = ("grad of grad", "mean flow")
+BY_DEFAULT = ("grad of grad", "mean flow", "linearize of jit", "vmap")
 
 
 @pytest.mark.parametrize("is_jitted", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["jit", "eager"])
@@ -89,8 +128,3 @@ def test_third_derivatives_and_fp8_are_refused() -> None:
     half = [x.astype(jnp.bfloat16) for x in QKV]
     with pytest.raises(NotImplementedError, match="in FP8"):
         jax.jvp(lambda q: fj.attention(q, *half[1:], fp8_recipe=Recipe()), (half[0],), (half[0],))
-
-
-def test_linearize_of_a_call_is_refused_by_jax() -> None:
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.linearize(lambda q: ours(q, *X[1:]), X[0])[1](X[0])

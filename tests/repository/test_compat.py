@@ -15,7 +15,7 @@ from tests import structure
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in vars(compat) if not name.startswith("_") and name not in ("annotations", "functools", "torch")]
-LATE = ("device_context", "dynamo", "functorch_config", "side_effects_allowed", "symmetric_memory")
+LATE = ("device_context", "dynamo", "functorch_config", "is_ring_balanced", "side_effects_allowed", "symmetric_memory")
 VERSION = ".".join(torch.__version__.split(".")[:2])
 
 

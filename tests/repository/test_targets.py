@@ -42,6 +42,12 @@ def test_arguments_of_attention_are_those_of_its_signature_and_typed_dicts() -> 
     assert targets.arguments_of_attention([module._replace(path=Path("flexattn/jax/front.py"))]) == set()
 
 
+def test_files_of_later_features_exist_and_are_told_apart() -> None:
+    assert all((targets.ROOT / place).exists() for places in targets.LATER.values() for place in places)
+    paths = ("kernels_triton/mma/forward.py", "bench/sparse.py", "kernels_triton/common/tiles.py", "bench/mma_rows.py")
+    assert [targets.later_feature(Path(path)) for path in paths] == ["mma.sync", "lists of keys", None, None]
+
+
 @pytest.mark.parametrize("code", ["n % STAGES", "(n // META.KV_STAGES) & 1"])
 def test_stage_arithmetic_is_found(code: str) -> None:
     assert sum(map(targets.is_stage_arithmetic, ast.walk(ast.parse(code)))) == 1

@@ -16,6 +16,7 @@ from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.kernels_triton.sparse import backward
 from flexattn.ops import make_spec, spec_to_run
 from flexattn.testing import GRADIENT_FACTOR, check_close
 from tests.support.compiled_kernels import compile_sound
@@ -36,16 +37,18 @@ def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = 
     """Returns the arguments of a call with features by name. Packed sequences have gaps, and dense ones padding that is NaN."""
     heads, heads_kv = (3, 1) if "three heads" in case else (20, 1) if "many heads" in case else (4, 2)
     lists = 0 if "one list" in case else heads_kv
-    sq, skv = max(LENGTHS_Q), max(LENGTHS_KV)
+    factor = 3 if "long" in case else 1
+    lengths_kv = [factor * n for n in LENGTHS_KV]
+    sq, skv = max(LENGTHS_Q), max(lengths_kv)
     given: dict[str, Any] = {}
     if "lengths" in case:
         given = {"attn_mask_type": "padding_causal_bottom_right", "window_size": (9, 0)}
-        given |= {f"cu_seqlens_{name}": torch.tensor([0, *x]).cumsum(0).int() for name, x in (("q", LENGTHS_Q), ("kv", LENGTHS_KV))}
+        given |= {f"cu_seqlens_{name}": torch.tensor([0, *x]).cumsum(0).int() for name, x in (("q", LENGTHS_Q), ("kv", lengths_kv))}
     elif "causal" in case:
         given = {"attn_mask_type": "causal_bottom_right", "window_size": (9, 0)}
     if "packed" in case:
         given |= {"qkv_format": "thd", "max_seqlen_q": sq, "max_seqlen_kv": skv}
-        for name, x in (("q", LENGTHS_Q), ("kv", LENGTHS_KV)):
+        for name, x in (("q", LENGTHS_Q), ("kv", lengths_kv)):
             given[f"cu_seqlens_{name}_padded"] = torch.tensor([3, *(n + 2 for n in x)]).cumsum(0).int()
         tokens: tuple[int, ...] = (int(given["cu_seqlens_q_padded"][-1]),)
         keys: tuple[int, ...] = (int(given["cu_seqlens_kv_padded"][-1]),)
@@ -55,15 +58,17 @@ def call(case: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = 
         given |= {"softcap": 1.5, "softmax_scale": 0.7}
     if "sink" in case:
         given["softmax_offset"] = torch.linspace(-1, 2, heads, device=DEVICE).requires_grad_()
-    if "blocks" in case:
-        given["kv_block_size"] = (1, 4)
+    block = 16 if "wide blocks" in case else 4 if "blocks" in case else 1
+    if block > 1:
+        given["kv_block_size"] = (1, block)
     q, k, v = (
         rand(*lead, n, dim, dtype=dtype, seed=n + dim)
         for lead, n, dim in zip((tokens, keys, keys), (heads, heads_kv, heads_kv), (dims[0], *dims), strict=True)
     )
     if "latent" in case:
         v = k[..., : dims[1]]
-    indices, counts = draw_lists(tokens, lists, skv // 4 if "blocks" in case else skv, ENTRIES, repeats=True, device=DEVICE)
+    listed = -(-skv // block)
+    indices, counts = draw_lists(tokens, lists, listed, 3 if block == 16 else ENTRIES, repeats=True, device=DEVICE)
     given |= {"q": q, "k": k, "v": v, "kv_indices": indices}
     given |= {"kv_index_counts": counts} if "counts" in case else {}
     return {name: t.to(DEVICE) if isinstance(t, Tensor) and t.dtype is torch.int32 else t for name, t in given.items()}
@@ -76,6 +81,8 @@ CASES = [
     "three heads, lengths, sink, counts",
     "many heads, packed lengths, counts",
     "packed lengths, one list, softcap, blocks",
+    "long, causal, counts, softcap, wide blocks",
+    "long, packed lengths, three heads, one list, sink, wide blocks",
 ]
 
 
@@ -106,6 +113,14 @@ def test_results_and_gradients(case: str) -> None:
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES[:3]] + CASES[3:])
 def test_repeatable_gradients(case: str) -> None:
     check(call(case), deterministic=True)
+
+
+@pytest.mark.parametrize("case", ["three heads, packed lengths, counts", "long, packed lengths, counts, sink, wide blocks"])
+def test_chunks_of_queries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "MOST_BYTES", 5 << 10)
+    given = call(case)
+    for deterministic in (False, True):
+        check(given, deterministic)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
@@ -202,6 +217,7 @@ def launches_of(given: dict[str, Any], sm: int, deterministic: bool) -> list[Any
 GATES = [
     (90, (576, 512), "many heads, causal, counts, latent"),
     (90, (128, 128), "packed lengths, counts, softcap, sink, blocks"),
+    (90, (128, 128), "packed lengths, counts, wide blocks"),
     (80, (64, 64), "packed lengths, one list, counts"),
     (100, (128, 128), "causal, counts"),
 ]
@@ -215,13 +231,14 @@ def compile_gates(
         found = {}
         for deterministic in ways:
             for launch in launches_of(call(case, dtype, dims), sm, deterministic):
-                found[launch.kernel.__name__, deterministic] = launch
-        assert len(found) == (6 if len(ways) == 2 else 2)
+                target = [x for x in launch.arguments if isinstance(x, backward.Target)]
+                found[launch.kernel.__name__, deterministic, *(x.IS_K for x in target)] = launch
+        assert len({name for name, *_ in found}) >= 4
         requests += [request_for(launch, sm) for launch in found.values()]
         names += [(sm, dims, *key) for key in found]
     for name, report in zip(names, compile_sound(requests), strict=True):
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[name[0]], f"{name}: {report.shared_bytes}"
-        if "entries" not in name[2] and "dkdv" not in name[2]:
+        if not any(text in name[2] for text in ("entries", "slots", "sums")):
             assert report.matrix_instructions, name
         assert report.spill_instructions <= SPILLS, f"{name}: {report.spill_instructions}"
 

@@ -45,12 +45,14 @@ class Environment(NamedTuple):
     is_deterministic: bool
 
 
-def environment() -> Environment:
+def environment(ignored: tuple[str, ...] = _IGNORED) -> Environment:
     """Returns the variables' current values, and warns once about set variables that have no effect.
+
+    ignored: names of these variables.
 
     Raises ValueError if a value is neither 0 nor 1.
     """
-    for name in _IGNORED:
+    for name in ignored:
         if name in os.environ:
             warn_once(name, f"{name} is set but has no effect: flexattn selects its kernels itself (docs/te.md)")
     return Environment(_flag("NVTE_FUSED_ATTN"), _flag("NVTE_UNFUSED_ATTN"), not _flag("NVTE_ALLOW_NONDETERMINISTIC_ALGO"))

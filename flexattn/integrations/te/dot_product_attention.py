@@ -15,7 +15,7 @@ from flexattn import fp8, ops
 from flexattn.dispatch.spec import Results, parse_format
 from flexattn.in_layout import attend
 from flexattn.integrations.te import context_parallel
-from flexattn.integrations.te.backend_selection import environment
+from flexattn.integrations.te.backend_selection import Environment, environment
 from flexattn.integrations.te.inference import InferenceParams
 from flexattn.integrations.te.layer_scaling import LayerScaling, is_recomputed
 from flexattn.integrations.te.masks import ARBITRARY, Window, diagonal_of, lengths_of, mask_mod_of, mask_type_of, window_of
@@ -124,7 +124,7 @@ class DotProductAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
         self.return_max_logit = return_max_logit
-        self.deterministic = environment().is_deterministic
+        self.deterministic = self._environment().is_deterministic
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         self._last_recipe: Recipe | None = None  # recipe of the last forward
         self._scaling = LayerScaling(self.num_heads, self.num_heads_kv)
@@ -272,7 +272,7 @@ class DotProductAttention(torch.nn.Module):
             "softmax_scale": self.softmax_scale,
             "return_max_logit": self.return_max_logit,
             "deterministic": True if self.deterministic else None,
-            "backend": _backend(),
+            "backend": _backend(self._environment()),
             **(fp8_arguments or self._fp8(q, fp8_output, bf16_backward)),
         }
         if self.softmax_type == "learnable":
@@ -319,6 +319,9 @@ class DotProductAttention(torch.nn.Module):
         for part in ("flash_attention", "fused_attention", "unfused_attention"):  # parts of older TransformerEngine modules
             state_dict.pop(f"{prefix}{part}._extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _environment(self) -> Environment:
+        return environment()
 
     def _check_shapes(self, qkv: tuple[Tensor, Tensor, Tensor], fmt: str) -> None:
         for name, t, heads, dim in (
@@ -419,9 +422,8 @@ def _with_one_scale(out: Tensor) -> fp8.QuantizedTensor:
     return quantized._replace(data=quantized.data.view(out.shape))
 
 
-def _backend() -> str | None:
+def _backend(allowed: Environment) -> str | None:
     """Returns the backend that NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN select, or None for any."""
-    allowed = environment()
     if not allowed.allows_fused and not allowed.allows_unfused:
         raise ValueError("NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN are 0; accepted: at least one of them 1 or unset")
     return None if allowed.allows_fused else "eager"

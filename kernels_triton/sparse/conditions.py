@@ -1,0 +1,58 @@
+"""Conditions of the kernels for lists of keys on sm_90, and their tiles."""
+
+from __future__ import annotations
+
+import torch
+
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import split_head_dim
+from flexattn.kernels_triton.runtime.device import Tile, capability_of
+
+_SHARED_MEMORY = 224 * 1024  # for tiles
+
+
+def widths(problem: Problem) -> tuple[int, int, int]:
+    """Returns the widths of both parts of q and k, and of v, in shared memory."""
+    first, second = split_head_dim(problem.q.shape[-1])
+    return first, second, sum(split_head_dim(problem.v.shape[-1]))
+
+
+def _unsupported(problem: Problem) -> str | None:
+    x = problem
+    if capability_of(x.device) != 90:
+        return "it is written for Hopper, sm_90"
+    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.descales_kv or x.latent_rows is not None:
+        return "it takes q, k and v in 16 bits"
+    return None
+
+
+def wide_unsupported(problem: Problem) -> str | None:
+    """Returns the reason if the kernel for latent attention cannot run this problem; None: it can."""
+    x = problem
+    if reason := _unsupported(x):
+        return reason
+    if not x.is_latent or widths(x)[1] != 64:
+        return "it takes v that is the first columns of k, and 33 to 64 more columns of k"
+    return None
+
+
+def narrow_unsupported(problem: Problem) -> str | None:
+    """Returns the reason if the kernel for head dims up to 256 cannot run this problem; None: it can."""
+    x = problem
+    if reason := _unsupported(x):
+        return reason
+    if max(x.q.shape[-1], x.v.shape[-1]) > 256 or widths(x)[2] & (widths(x)[2] - 1):
+        return "it takes head dims up to 256, and of v powers of two"
+    return None
+
+
+def wide_tile(problem: Problem) -> Tile:
+    return Tile(64, 64, 4, 2)
+
+
+def narrow_tile(problem: Problem) -> Tile:
+    """Returns the tile: the stages of both consumers fit in shared memory."""
+    first, second, v = widths(problem)
+    row = 2 * 64 * 2  # bytes of a column of a tile, for both consumers
+    stages = (_SHARED_MEMORY - row * (first + second)) // (row * (first + second + v))
+    return Tile(64, 64, 4, min(stages, 4))

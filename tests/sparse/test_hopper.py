@@ -1,0 +1,210 @@
+"""The kernels for lists of keys on sm_90, in the emulator: right and race-free. An injected fault must be found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import Window, attention
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import reference, triton_backend
+from flexattn.dispatch.spec import as_bshd, empty_outputs
+from flexattn.functional import bind_call
+from flexattn.kernels_triton import families
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
+from flexattn.kernels_triton.sparse import conditions, gathering, hopper_forward, hopper_launch, hopper_wide_forward
+from flexattn.ops import make_spec
+from flexattn.testing import check_close
+from tests.sparse.test_attention import call
+from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import HARMLESS, without_gpu
+from tests.support.inject import Fault, assign, drop, kernels_with, move, with_argument
+from tests.support.key_lists import draw_lists
+
+BF16 = torch.bfloat16
+LATENT, NARROW = hopper_wide_forward, hopper_forward
+
+
+def long_lists(kernels: ModuleType, entries: int, heads: int = 40, dims: tuple[int, int] | None = None) -> dict[str, Any]:
+    """Returns a call whose lists have several blocks of keys, in one sequence; the first query's list is empty."""
+    generator = torch.Generator().manual_seed(entries)
+    dim, dim_v = dims or ((320, 256) if kernels is LATENT else (64, 64))
+    q, k, v = (
+        torch.randn(1, n, h, d, generator=generator).to(BF16) for n, h, d in ((3, heads, dim), (400, 1, dim), (400, 1, dim_v))
+    )
+    indices, _ = draw_lists((1, 3), 0, 400, entries, repeats=True)
+    counts = torch.tensor([[0, entries, entries - 70]], dtype=torch.int32)
+    if kernels is LATENT:
+        v = k[..., :dim_v]
+    return {"q": 3 * q, "k": k, "v": v, "kv_indices": indices, "kv_index_counts": counts}
+
+
+def forward(seed: int, given: dict[str, Any], kernels: ModuleType) -> tuple[Any, Tensor, Tensor]:
+    """Returns the emulator's report, out and lse."""
+    x, settings = bind_call(**given)
+    spec = make_spec(x, settings, None)
+    out, lse, _ = (t.fill_(float("nan")) for t in empty_outputs(spec, x))
+    problem = triton_backend.to_problem(spec, x)
+    name = "wide" if "wide" in kernels.__name__ else "narrow"
+    with pretended_device(90, 132):
+        assert getattr(conditions, f"{name}_unsupported")(problem) is None
+    with emulated(seed, hopper_launch) as reports:
+        getattr(kernels, f"{name}_forward")(problem, as_bshd(out, spec.q_format), lse)
+    [report] = reports.values()
+    return report, out, lse
+
+
+def check(seed: int, given: dict[str, Any], kernels: ModuleType) -> None:
+    report, out, lse = forward(seed, given, kernels)
+    assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+    x, settings = bind_call(**given)
+    spec = make_spec(x, settings, None)
+    exact, eager = reference.reference_attention(spec, x), reference.reference_attention(spec, x, dtype=x.q.dtype)
+    check_close("out", out, exact[0], eager[0])
+    check_close("lse", lse, exact[1], eager[1])
+
+
+CASES = [
+    ("many heads, packed lengths, counts, sink", LATENT),
+    ("three heads, causal, counts, softcap", LATENT),
+    ("three heads, lengths, one list, blocks", NARROW),
+    ("many heads, packed lengths, counts, sink, softcap", NARROW),
+]
+
+
+@without_gpu
+@pytest.mark.parametrize(("case", "kernels"), CASES, ids=str)
+def test_features(case: str, kernels: ModuleType) -> None:
+    if kernels is LATENT:
+        check(3, call(f"{case}, latent", BF16, (320, 256)), kernels)
+    else:
+        check(3, call(case, torch.float16, (48, 64)), kernels)
+
+
+@pytest.mark.slow
+@without_gpu
+@pytest.mark.parametrize("dims", [(576, 512), (296, 256)], ids=str)
+def test_latent_head_dims(dims: tuple[int, int]) -> None:
+    check(5, long_lists(LATENT, 150, 128, dims), LATENT)
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    "dims", [(128, 128)] + [pytest.param(dims, marks=pytest.mark.slow) for dims in ((256, 256), (192, 128))], ids=str
+)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    check(5, long_lists(NARROW, 150, 16, dims), NARROW)
+
+
+@without_gpu
+@pytest.mark.parametrize("kernels", [LATENT, NARROW], ids=["latent", "narrow"])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, *range(3, 20)))])
+def test_schedules(seed: int, kernels: ModuleType) -> None:
+    check(seed, long_lists(kernels, 330), kernels)
+
+
+@without_gpu
+def test_keys_may_lie_in_pages() -> None:
+    given = long_lists(LATENT, 150)
+    _, out, lse = forward(3, given, LATENT)
+    table = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:25].view(1, 25).int()
+    pool = torch.full((40, 16, 1, 320), float("nan"), dtype=BF16)
+    pool[table[0].long()] = given["k"].view(25, 16, 1, 320)
+    paged = {"k": pool, "v": pool[..., :256], "page_table": table, "max_seqlen_kv": 400}
+    report, of_pages, lse_of_pages = forward(
+        3, {**given, **paged, "seqused_kv": torch.tensor([400], dtype=torch.int32), "attn_mask_type": "padding"}, LATENT
+    )
+    assert not report.bugs, report
+    assert torch.equal(of_pages, out)
+    assert torch.equal(lse_of_pages, lse)
+
+
+@without_gpu
+@pytest.mark.parametrize("kernels", [LATENT, NARROW], ids=["latent", "narrow"])
+def test_a_window_may_end_before_its_diagonal(kernels: ModuleType) -> None:
+    check(3, {**long_lists(kernels, 150), "attn_mask_type": "causal_bottom_right", "window_size": Window(300, -20)}, kernels)
+
+
+Named = tuple[ModuleType, ModuleType, Fault]
+FAULTS: dict[str, Named] = {
+    "rows are read before they have come": (LATENT, LATENT, drop("wait_full(ring.full)", within="_left_partition")),
+    "rows are announced before they have come": (LATENT, LATENT, drop("async_copy.wait_group()", within="_load_partition")),
+    "rows are announced without a fence": (LATENT, gathering, drop("fence_async_shared()")),
+    "a stage is refilled before it is read": (LATENT, gathering, drop("wait_empty(ring.empty)")),
+    "q is read before it has come": (LATENT, LATENT, drop("wait_full(ring.q_full)", within="_right_partition")),
+    "weights are read before they are written": (LATENT, LATENT, drop("mbarrier.wait(exchange.full)", within="_left_partition")),
+    "weights are read without a fence": (LATENT, LATENT, drop("fence_async_shared()")),
+    "weights overwrite keys that are read": (
+        LATENT,
+        LATENT,
+        with_argument("_publish()", 2, "ring.k.second.index(there)", within="_left_partition"),
+    ),
+    "a stage is released before its product": (
+        LATENT,
+        LATENT,
+        move("release(ring.empty, own)", before="warpgroup_mma_wait([acc])", within="_left_partition", nth_there=0),
+    ),
+    "sums are added before they are written": (LATENT, LATENT, drop("mbarrier.wait(exchange.summed)")),
+    "the other warpgroup's maximum is lost": (LATENT, LATENT, assign("row_max", "row_max", within="_left_partition", nth=0)),
+    "both halves are the left one": (LATENT, LATENT, with_argument("slice(SIDE * HALF)", 0, "0")),
+    "the sink counts twice": (LATENT, LATENT, with_argument("first_statistics()", 2, "True", within="_right_partition")),
+    "a block is announced before it has come": (NARROW, NARROW, with_argument("async_copy.wait_group()", 0, "2", nth=0)),
+    "the last block is not announced": (NARROW, NARROW, drop("announce(item.num_blocks)")),
+    "a stage is released before it is read": (
+        NARROW,
+        NARROW,
+        move("release(ring.empty)", before="warpgroup_mma_wait([acc])", within="_compute_partition"),
+    ),
+    "a key that the query does not see counts": (NARROW, gathering, with_argument("gl.where(is_seen)", 2, "j")),
+}
+
+
+FAST = ("rows are announced without a fence", "weights are read without a fence", "a block is announced before it has come")
+
+
+@without_gpu
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS])
+def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
+    kernels, module, fault = FAULTS[name]
+    (copy,) = kernels_with((kernels,), module, fault, tmp_path)
+    given = long_lists(kernels, 330) | {"softmax_offset": torch.linspace(-1, 6, 40)}
+    given = {**given, "softmax_type": "learnable"}
+    _, right_out, right_lse = forward(2, given, kernels)
+    for seed in (2, 5):
+        report, out, lse = forward(seed, given, copy)
+        assert report.bugs or not (torch.equal(out, right_out) and torch.equal(lse, right_lse)), f"not found on seed {seed}"
+
+
+def launches(given: dict[str, Any]) -> list[Launch]:
+    with pretended_device(90, 132), recorded_launches() as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_backend, "policy_of", lambda spec: families.Policy(takes_what_never_ran=True))
+        attention(backend="triton", **given)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "dims", "name"),
+    [
+        ("many heads, causal, counts, sink, latent", (576, 512), "_sparse_fwd_wide_hopper_kernel"),
+        ("packed lengths, counts, softcap, sink, blocks", (128, 128), "_sparse_fwd_hopper_kernel"),
+        ("many heads, counts", (256, 256), "_sparse_fwd_hopper_kernel"),
+        ("many heads, counts", (64, 64), "_sparse_fwd_hopper_kernel"),
+    ],
+)
+def test_kernels_compile_without_spills(case: str, dims: tuple[int, int], name: str) -> None:
+    given = {key: t.detach() if isinstance(t, Tensor) else t for key, t in call(case, BF16, dims).items()}
+    if "latent" in case:
+        given["v"] = given["k"][..., : dims[1]]
+    [launch] = [launch for launch in launches(given) if launch.kernel.__name__ == name]
+    [report] = compile_sound([request_for(launch, 90)])
+    assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90]
+    assert report.spill_instructions == 0
+    assert not report.warnings
