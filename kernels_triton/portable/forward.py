@@ -233,19 +233,19 @@ class _Tile(NamedTuple):
 
 
 @triton.jit
-def _tile_of(pid, split, piece, blocks, groups, META: tl.constexpr):
+def _place_of_tile(pid, piece, blocks, groups, META: tl.constexpr):
+    # Returns the number of a tile's block, its first head and its sequence.
     if piece is None:
         block = blocks - 1 - pid % blocks  # under a causal band the last block has the most work, so it is first
         h = pid // blocks % groups
         b = pid // blocks // groups
     else:
-        split = piece.first
         block = piece.entry % blocks
         h = piece.head
         b = piece.entry // blocks
     if META.GROUP > 1:
         h = h * META.HEADS
-    return _Tile(pid=pid, split=split, piece=piece, block=block, blocks=blocks, h=h, b=b, heads=heads_of_tile(h, META))
+    return block, h, b
 
 
 @triton.jit
@@ -276,7 +276,7 @@ def _loops_of_split(loops, split, num_splits):
     begin, end = share_of_split(loops.full.end, split, num_splits)
     rest_begin, rest_end = share_of_split(loops.rest.end, split, num_splits)
     full = TileRange(begin=begin, end=end, listed=loops.full.listed)
-    return Loops(first=None, full=full, rest=TileRange(begin=rest_begin, end=rest_end, listed=loops.rest.listed))
+    return Loops(first=full, full=full, rest=TileRange(begin=rest_begin, end=rest_end, listed=loops.rest.listed))
 
 
 @triton.jit
@@ -356,8 +356,11 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         piece = piece_of_part(plan, pid)
         if piece.first >= piece.end:
             return
-    tile = _tile_of(pid, split, piece, blocks, groups, META)
-    b, h, heads = tile.b, tile.h, tile.heads
+        split = piece.first
+    block, h, b = _place_of_tile(pid, piece, blocks, groups, META)
+    heads = heads_of_tile(h, META)
+    # made here, because a function returns no None in a tuple with Triton 3.6
+    tile = _Tile(pid=pid, split=split, piece=piece, block=block, blocks=blocks, h=h, b=b, heads=heads)
     place = _place_of_largest(tile, args)
     start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
     start_kv, len_kv = load_sequence(inputs.lengths_kv, b, META.IS_RAGGED_KV)
