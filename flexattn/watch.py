@@ -65,9 +65,9 @@ def _observe(log: CallLog, direction: Direction, spec: AttentionSpec, request: s
         logger.debug("%s: %s", direction, describe(spec, x))
 
 
-def _dumping(operator: str, implementation: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+def _dumping(operator: str, implementation: Callable[..., object], folder: Path) -> Callable[..., object]:
     @functools.wraps(implementation)
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> object:
         device = next(t.device for t in arguments if isinstance(t, Tensor))
         if device.type == "meta" or is_capturing(device) or getattr(_running, "is_inside", False):
             return implementation(*arguments)
@@ -81,7 +81,7 @@ def _dumping(operator: str, implementation: Callable[..., Any], folder: Path) ->
 
 
 @contextmanager
-def _file_of(operator: str, arguments: tuple[Any, ...], device: torch.device, folder: Path) -> Iterator[None]:
+def _file_of(operator: str, arguments: tuple[object, ...], device: torch.device, folder: Path) -> Iterator[None]:
     """Writes a call's inputs before a block that runs it, and removes the file if the block succeeds."""
     global _number
     with _lock:

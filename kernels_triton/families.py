@@ -22,11 +22,7 @@ from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
-_NEVER_RAN = "it was compiled and emulated, and never run on such a GPU"
-
-HOPPER_SPARSE_HAS_RUN = False
-"""Whether the families for lists of keys on sm_90 run without a request."""
-
+_NEVER_RAN = "no run on such a GPU shows that it is faster"
 
 FITTED_HAS_RUN = False
 """Whether `Family.fitted_tile` is used without a request."""
@@ -74,7 +70,7 @@ class Family(Generic[Call]):
     facts: Callable[[Call], Facts] = lambda call: facts_of(call.problem)  # the columns of a call in `crossovers`
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
-    has_run: bool = True  # on a GPU; if False, they run only on request
+    has_run: bool = True  # on a GPU, and faster there; if False, they run only on request
     fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile for its head dims that no GPU has run; None: there is none
 
 
@@ -546,7 +542,6 @@ HOPPER_SPARSE_LATENT = Family[Forward](
     blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("hopper_wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
     capabilities=frozenset((90,)),
-    has_run=HOPPER_SPARSE_HAS_RUN,
 )
 
 
@@ -558,7 +553,7 @@ HOPPER_SPARSE = Family[Forward](
     blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("hopper_forward").narrow_forward(call.problem, call.out, call.lse, tile),
     capabilities=frozenset((90,)),
-    has_run=HOPPER_SPARSE_HAS_RUN,
+    has_run=False,  # it ran, and was slower than the portable kernels
 )
 
 

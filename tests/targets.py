@@ -68,9 +68,9 @@ TARGETS = [
     Target("lines of source, without later features", most=65_000),
     *(Target(f"lines of source for {feature}") for feature in LATER),
     Target("lines in the wheel, without later features", most=61_000),
-    Target("lines of device code, without later features", most=8_000, holds=True),
+    Target("lines of device code, without later features", most=8_200, holds=True),  # 218 are for head dims in parts
     Target("lines of device code for mma.sync", most=750, holds=True),
-    Target("lines of device code for lists of keys", most=950, holds=True),
+    Target("lines of device code for lists of keys", most=1_050, holds=True),
     Target("lines of device code for second derivatives", most=480, holds=True),
     Target("lines of device code for few keys and head dims in parts", most=300, holds=True),
     Target("lines of device code for shared biases", most=100, holds=True),

@@ -237,7 +237,7 @@ class DotProductAttention(te.DotProductAttention):
     get_extra_state = torch.nn.Module.get_extra_state
     set_extra_state = torch.nn.Module.set_extra_state
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *rest: object) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # TransformerEngine's
         torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
 

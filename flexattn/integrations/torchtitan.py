@@ -81,7 +81,7 @@ def convert(model_config: Any) -> Any:
     return model_config
 
 
-def _replace(parent: Any, field: str | int, config: Any) -> None:
+def _replace(parent: Any, field: str | int, config: object) -> None:
     if isinstance(field, int):
         parent[field] = config
     else:

@@ -264,6 +264,9 @@ _MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | 
         (128, ("loaded", "windowed"), False, (4096, None), None, 1.06),
         (64, "windowed", False, (4096, None), None, 0.99),
     ),
+    ("mma.sync", 80, "mma_sm_80_more_h200.json"): ((192, "causal", False, (1024, None), None, 2.46),),
+    ("mma.sync fused", 80, "mma_sm_80_more_h200.json"): ((192, "causal", False, (1024, None), None, 2.67),),
+    ("mma.sync two-kernel", 80, "mma_sm_80_more_h200.json"): ((192, "causal", False, (1024, None), None, 2.01),),
     ("mma.sync", (86, 89, 120), "mma_sm_89_h200.json"): (
         (128, ("causal", "open"), False, (1024, None), None, 1.13),
         (64, ("causal", "open"), False, (1024, None), None, 1.19),
@@ -286,29 +289,64 @@ _MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | 
         (128, "causal", True, (4096, None), None, 1.15),
         (128, ("modified", "loaded"), False, (4096, None), None, 1.28),
     ),
+    ("mma.sync", (86, 89, 120), "mma_sm_89_more_h200.json"): (
+        (256, ("open", "causal"), False, (512, None), None, 2.35),
+        (128, ("causal", "open"), False, (256, None), None, 1.2),
+        (64, ("causal", "open"), False, (256, None), None, 1.24),
+        (64, "windowed", False, (4096, None), None, 1.31),
+        (128, "windowed", False, (4096, None), None, 1.23),
+        (256, "windowed", False, (4096, None), None, 1.51),
+        (192, ("causal", "open"), False, (1024, None), None, 2.99),
+    ),
+    ("mma.sync fused", (86, 89, 120), "mma_sm_89_more_h200.json"): (
+        (256, ("open", "causal"), False, (512, None), None, 2.05),
+        (128, ("causal", "open"), False, (256, None), None, 1.24),
+        (64, ("causal", "open"), False, (256, None), None, 1.05),
+        (64, "windowed", False, (4096, None), None, 1.2),
+        (128, "windowed", False, (4096, None), None, 1.29),
+        (256, "windowed", False, (4096, None), None, 1.94),
+        (192, ("causal", "open"), False, (1024, None), None, 4.34),
+    ),
+    ("mma.sync two-kernel", (86, 89, 120), "mma_sm_89_more_h200.json"): (
+        (256, ("open", "causal"), False, (512, None), None, 1.57),
+        (128, "causal", False, (256, None), None, 1.18),
+        (64, "windowed", False, (4096, None), None, 0.99),
+        (128, "windowed", False, (4096, None), None, 1.05),
+        (256, "windowed", False, (4096, None), None, 1.5),
+        (192, ("causal", "open"), False, (1024, None), None, 3.05),
+    ),
 }
 """Speed of the kernels for mma.sync beside the portable ones, by family, capability and file. A row has the head dim, masks, if
 sequences are packed, queries, the fewest keys, and the speed. `python -m flexattn bench --emit-rows` prints the rules."""
 
-_SDPA_BESIDE_MMA: dict[tuple[Any, str], tuple[tuple[str, str, int, Range, float], ...]] = {
+_SDPA_BESIDE_MMA: dict[tuple[Any, str], tuple[tuple[str, str, tuple[int, int], Range, float], ...]] = {
     (80, "mma_sm_80_h200.json"): (
-        ("forward", "causal", 256, (512, 16384), 1.07),
-        ("forward", "open", 256, (512, 16384), 1.08),
-        ("backward", "open", 256, (512, 16384), 1.13),
-        ("backward", "open", 96, (1024, 4096), 1.06),
+        ("forward", "causal", (256, 256), (512, 16384), 1.07),
+        ("forward", "open", (256, 256), (512, 16384), 1.08),
+        ("backward", "open", (256, 256), (512, 16384), 1.13),
+        ("backward", "open", (96, 96), (1024, 4096), 1.06),
     ),
     ((86, 89, 120), "mma_sm_89_h200.json"): (
-        ("backward", "causal", 128, (1024, 16384), 1.22),
-        ("forward", "open", 128, (1024, 16384), 1.1),
-        ("backward", "open", 128, (1024, 16384), 1.23),
-        ("forward", "causal", 256, (1024, 16384), 1.03),
-        ("backward", "causal", 256, (1024, 16384), 1.15),
-        ("forward", "open", 256, (1024, 4096), 1.07),
-        ("backward", "open", 256, (1024, 4096), 1.32),
-        ("backward", "open", 96, (1024, 4096), 1.12),
+        ("backward", "causal", (128, 128), (1024, 16384), 1.22),
+        ("forward", "open", (128, 128), (1024, 16384), 1.1),
+        ("backward", "open", (128, 128), (1024, 16384), 1.23),
+        ("forward", "causal", (256, 256), (1024, 16384), 1.03),
+        ("backward", "causal", (256, 256), (1024, 16384), 1.15),
+        ("forward", "open", (256, 256), (1024, 4096), 1.07),
+        ("backward", "open", (256, 256), (1024, 4096), 1.32),
+        ("backward", "open", (96, 96), (1024, 4096), 1.12),
+    ),
+    ((86, 89, 120), "mma_sm_89_more_h200.json"): (
+        ("forward", "open", (256, 256), (512, 16384), 1.07),
+        ("backward", "open", (256, 256), (512, 16384), 1.29),
+        ("backward", "causal", (128, 128), (256, 512), 1.04),
+        ("forward", "open", (128, 128), (256, 512), 1.09),
+        ("backward", "open", (128, 128), (256, 512), 1.11),
+        ("forward", "causal", (256, 256), (512, 512), 1.23),
+        ("backward", "causal", (256, 256), (512, 512), 1.09),
     ),
 }
-"""Speed of FlashAttention-2 beside those kernels, by capability and file. A row has the direction, the mask, the head dim,
+"""Speed of FlashAttention-2 beside those kernels, by capability and file. A row has the direction, the mask, the head dims,
 tokens, and the speed."""
 
 # fmt: off
@@ -523,14 +561,18 @@ CROSSOVERS: tuple[Rule, ...] = (
          grouped=False, tokens=(None, 256), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
     Rule(use="portable", tile="one_grid", capability=90, element_size=2, head_dim=64, mask="causal", has_left=False, dropout=False,
          packed=False, grouped=False, tokens=(None, 512), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
+    # --- Lists of keys: 2,048 keys of one latent head, for 128 query heads; 64 queries take 77 us instead of 271.
+    Rule(use="sm_90 sparse latent", head_dim=512, width=(512, 576), gain=3.3,
+         source=("sparse_hopper_h200.json", "sparse_h200.json")),
     # --- mma.sync beside the portable kernels: code of sm_80 and of sm_89 on an H200, with an H200's occupancy
     *(Rule(use=use, capability=capability, head_dim=head_dim, mask=mask, dropout=False, paged=False, packed=packed,
            queries=queries, keys_from=keys_from, gain=gain, source=source)
       for (use, capability, source), rows in _MMA_GAINS.items() for head_dim, mask, packed, queries, keys_from, gain in rows),
     # --- SDPA's FlashAttention-2 beside these kernels
     *(Rule(use="sdpa beside mma.sync", direction=direction, capability=capability, dtype="bfloat16", layout="dense", kind="plain",
-           mask=mask, head_dim_qk=head_dim, head_dim_v=head_dim, tokens=tokens, gain=gain, source=source)
-      for (capability, source), rows in _SDPA_BESIDE_MMA.items() for direction, mask, head_dim, tokens, gain in rows),
+           mask=mask, head_dim_qk=head_dims[0], head_dim_v=head_dims[1],
+           tokens=tokens, gain=gain, source=source)
+      for (capability, source), rows in _SDPA_BESIDE_MMA.items() for direction, mask, head_dims, tokens, gain in rows),
     # --- GPUs before Hopper and RTX 50: PyTorch's FlashAttention-2 beside the portable kernels, as sm_80 code on an H200.
     *(Rule(use="sdpa", direction=direction, capability=capability, head_dim_qk=head_dim, head_dim_v=head_dim, mask=mask,
            **_OLDER, gain=gain, source="older_tiles_h200.json")

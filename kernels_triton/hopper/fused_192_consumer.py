@@ -104,9 +104,8 @@ def _begin_dp(consumer_v, dout, loaded: DkdvTiles, v_tile, index, half: gl.const
 
 
 @gluon.jit
-def _wait_for_sums(sums, dv1, META: gl.constexpr):
-    # sums: dv, p, dk, dk1, ds. Returns them and dv1 when only the product of dq is in flight
-    dv, p16, dk, dk1, ds16 = sums
+def _wait_for_sums(dv, dv1, dk, dk1, p16, ds16, META: gl.constexpr):
+    # Returns dv and dk when only the product of dq is in flight. p16, ds16: the products' operands in registers
     if META.V1 > 0:
         dv, p16, dk, dk1, ds16, dv1 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16, dv1])
     else:
@@ -229,7 +228,7 @@ def consume_fused_192(
             if half == 0:
                 wait_written(last, CONSUMER)
                 dq = _dq_product(tiles, last, True, CONSUMER, META)  # dQ = dS^T K, of the last block
-                dv, dv1, dk, dk1 = _wait_for_sums((dv, p16, dk, dk1, ds16), dv1, META)
+                dv, dv1, dk, dk1 = _wait_for_sums(dv, dv1, dk, dk1, p16, ds16, META)
                 second_dout = dout_tile.slice(HALF, HALF, 0)
                 dp = _begin_dp(consumer_v, second_dout, loaded, k_slot, index, 1, half_zeros, META)  # dP = V dO^T
                 dq = warpgroup_mma_wait(PARTS, deps=[dq])
@@ -238,7 +237,7 @@ def consume_fused_192(
         fence_async_shared()  # during the product
         announce_written(current, CONSUMER)
         dq = _dq_product(tiles, last, False, CONSUMER, META)  # dQ = dS^T K, of the last block
-        dv, dv1, dk, dk1 = _wait_for_sums((dv, p16, dk, dk1, ds16), dv1, META)
+        dv, dv1, dk, dk1 = _wait_for_sums(dv, dv1, dk, dk1, p16, ds16, META)
         pipeline.release(barriers.q_empty, q_stage)
         dq = warpgroup_mma_wait(0, deps=[dq])
         if has_next:

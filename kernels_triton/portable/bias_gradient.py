@@ -51,7 +51,7 @@ def _row_gradient(b, h, first_row, sequence, large, args, META: tl.constexpr):
     # Returns the gradient of a number that is added to all scores of a row
     BLOCK_M: tl.constexpr = META.BLOCK_M
     inputs = args.inputs
-    start_q, len_q, _start_kv, len_kv = sequence
+    start_q, len_q, len_kv = sequence.start_q, sequence.len_q, sequence.len_kv
     num_heads, num_tokens_q = inputs.num_heads, inputs.lengths_q.num_tokens
     rows = first_row + tl.arange(0, BLOCK_M)
     first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
@@ -112,7 +112,8 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
         b = first_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
         sequence = sequence_of(lengths_q, lengths_kv, b, META)
-        start_q, len_q, start_kv, len_kv = sequence
+        start_q, len_q = sequence.start_q, sequence.len_q
+        start_kv, len_kv = sequence.start_kv, sequence.len_kv
         shift = (len_kv - len_q) * inputs.band.bottom_right
         large = load_large(args.statistics.large_ptr, args.statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
         first_row = m * BLOCK_M

@@ -65,11 +65,11 @@ class Ring(NamedTuple):
 
     q: Pair
     k: Pair
-    v: Any  # the first part of k if v is its first columns
-    keys: Any  # int32 [stages, BLOCK_N]: the key of each row, or -1 if the query does not see it
-    q_full: Any
-    full: Any
-    empty: Any
+    v: gl.shared_memory_descriptor  # the first part of k if v is its first columns
+    keys: gl.shared_memory_descriptor  # int32 [stages, BLOCK_N]: the key of each row, or -1 if the query does not see it
+    q_full: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
 
 class Item(NamedTuple):

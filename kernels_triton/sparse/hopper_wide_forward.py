@@ -8,7 +8,7 @@ one block each (the schedule of FlashMLA's sparse prefill is similar).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -46,10 +46,10 @@ from flexattn.kernels_triton.sparse.hopper_launch import launch_items
 class Exchange(NamedTuple):
     """Values that a warpgroup writes for the other: row maxima after each block, and at the end the row sums."""
 
-    row_max: Any  # [2, rows]
-    row_sum: Any
-    full: Any  # by warpgroup: the weights and the maximum of its block are written
-    summed: Any  # by warpgroup: its row sums are written
+    row_max: gl.shared_memory_descriptor  # [2, rows]
+    row_sum: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # by warpgroup: the weights and the maximum of its block are written
+    summed: gl.shared_memory_descriptor  # by warpgroup: its row sums are written
 
 
 @gluon.jit

@@ -83,7 +83,7 @@ def test_flex_attention_is_measured_in_some_cells() -> None:
     assert [i.name for i in chosen][:2] == [mma.MMA, mma.FLEX]
     [flex] = [i for i in chosen if i.name == mma.FLEX]
     cells = [(w, d) for w in select([OLDER]) for d in ("forward", "backward") if flex.serves(w, d)]
-    assert len(cells) == 2 * (6 + 8 + 3)
+    assert len(cells) == 2 * (6 + 8 + 3 + 2)
     assert any(i.name.startswith(mma.TILES) for i in chosen)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from flexattn.dispatch.explain import explain
 from flexattn.functional import bind_call
-from flexattn.kernels_triton import families
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.mma import conditions
@@ -126,31 +124,23 @@ def test_calls_left_to_the_portable_kernels_have_a_reason(more: dict[str, Any], 
         assert "compute capability 8.0, 8.6, 8.9 and 12.0" in str(conditions.two_kernels_unsupported(call))
 
 
-@pytest.mark.parametrize("wish", ["auto", "always"])
-@pytest.mark.parametrize(("deterministic", "name"), [(False, "mma.sync fused"), (True, "mma.sync two-kernel")])
-def test_only_who_asks_for_it_gets_it(wish: str, deterministic: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = explained(wish, deterministic, monkeypatch)
-    assert f"backward: triton ({name if wish == 'always' else 'portable'})" in text
-
-
-def explained(wish: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 9)) -> str:
+@pytest.mark.parametrize(
+    ("wish", "tokens", "deterministic", "name"),
+    [
+        ("auto", 4096, False, "mma.sync fused"),
+        ("auto", 128, False, "portable"),
+        ("auto", 300, True, "portable"),
+        ("auto", 8192, True, "mma.sync two-kernel"),
+        ("always", 128, False, "mma.sync fused"),
+        ("always", 128, True, "mma.sync two-kernel"),
+    ],
+)
+def test_auto_takes_it_where_a_run_shows_that_it_is_faster(
+    wish: str, tokens: int, deterministic: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(interpreter, "INTERPRETED", False)  # it runs no Gluon; here nothing is run at all
     monkeypatch.setenv("FLEXATTN_HOPPER", wish)
-    q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    x, settings = bind_call(q=q, k=q, v=q, deterministic=deterministic)
-    spec = spec_to_run(x, settings)._replace(device_type="cuda", capability=capability)
-    return explain(spec, "triton", x).details
-
-
-@pytest.mark.parametrize(("capability", "is_measured"), [((8, 0), True), ((8, 9), False)])
-def test_with_its_switch_it_runs_where_it_was_measured(
-    capability: tuple[int, int], is_measured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One constant makes the rules count; elsewhere the portable kernels run, and the explanation says why."""
-    for order in (families.FORWARDS, families.BACKWARDS):
-        own = tuple(replace(family, has_run=family.has_run or "mma" in family.name) for family in order[False])
-        monkeypatch.setitem(order, False, own)
-    text = explained("auto", False, monkeypatch, capability)
-    assert f"forward: triton ({'mma.sync' if is_measured else 'portable'})" in text
-    assert f"backward: triton ({'mma.sync fused' if is_measured else 'portable'})" in text
-    assert ("mma_first_h200.json" in text) == is_measured or "no benchmark shows it to be faster" in text
+    q = torch.empty(2, tokens, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    x, settings = bind_call(q=q, k=q, v=q, deterministic=deterministic, attn_mask_type="causal")
+    spec = spec_to_run(x, settings)._replace(device_type="cuda", capability=(8, 9))
+    assert f"backward: triton ({name})" in explain(spec, "triton", x).details

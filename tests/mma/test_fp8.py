@@ -139,8 +139,8 @@ def test_only_who_asks_for_it_gets_it(wish: str, capability: tuple[int, int], mo
     spec = spec_to_run(x, settings)._replace(device_type="cuda", capability=capability)
     text = explain(spec, "triton", x).details
     said = {
-        "auto": "not mma.sync FP8: it was compiled and emulated, and never run on such a GPU; FLEXATTN_HOPPER=always runs it",
-        "always": "  mma.sync FP8: FLEXATTN_HOPPER=always; it was compiled and emulated, and never run on such a GPU",
+        "auto": "not mma.sync FP8: no run on such a GPU shows that it is faster; FLEXATTN_HOPPER=always runs it",
+        "always": "  mma.sync FP8: FLEXATTN_HOPPER=always; no run on such a GPU shows that it is faster",
     }
     assert said[wish] in text
     assert ("forward: triton (mma.sync FP8)" in text) == (wish == "always")

@@ -309,12 +309,8 @@ class DotProductAttention(torch.nn.Module):
             arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
         arguments |= _score_mod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         calls = [arguments] if policies is None else calls_of(policies, arguments)
-        if self.training and self.attention_dropout > 0:
-            for call in calls:
-                state = self._seed(q.device)
-                if self._ranks is not None:
-                    state = self._ranks.shared(state)
-                call |= {"dropout_p": self.attention_dropout, "rng_state": state}
+        for call in calls:
+            call |= self._dropout(q.device)
         run: Callable[..., tuple[object, Tensor | None]] = functools.partial(_attend, Results(packing=packing), calls)
         if self._ranks is not None:
             run = functools.partial(context_parallel.attend, self._ranks, arguments)
@@ -322,9 +318,15 @@ class DotProductAttention(torch.nn.Module):
             out, max_logit = checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)  # dropout has its own seed
         else:
             out, max_logit = run(q, k, v)
-        if fp8_arguments and fp8_output:
-            out = _with_one_scale(out)
+        out = _with_one_scale(out) if fp8_arguments and fp8_output else out
         return (out, max_logit) if self.return_max_logit else out
+
+    def _dropout(self, device: torch.device) -> dict[str, object]:
+        """Returns the arguments of one call's dropout, with a seed of its own that ranks share."""
+        if not (self.training and self.attention_dropout > 0):
+            return {}
+        state = self._seed(device)
+        return {"dropout_p": self.attention_dropout, "rng_state": state if self._ranks is None else self._ranks.shared(state)}
 
     def get_extra_state(self) -> Tensor:
         """Returns the scales and amax histories of delayed scaling as bytes, uint8; empty if there are none."""
