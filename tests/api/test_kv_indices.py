@@ -283,6 +283,6 @@ def test_second_derivatives_are_those_of_the_mask(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
     x, settings, _ = prepare(*leaves, in_full(*leaves[:2], {"kv_indices": indices}))
-    reason = triton_second_order.unsupported(make_spec(x, settings, None), x, (None,) * 6, (True, True, True, False, False))
+    reason = triton_second_order.unsupported(make_spec(x, settings, None), x, False)
     assert reason is not None
     assert "no kv_indices" in reason

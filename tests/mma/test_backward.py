@@ -129,7 +129,7 @@ def test_calls_left_to_the_portable_kernels_have_a_reason(more: dict[str, Any], 
     [
         ("auto", 4096, False, "mma.sync fused"),
         ("auto", 128, False, "portable"),
-        ("auto", 300, True, "portable"),
+        ("auto", 128, True, "portable"),
         ("auto", 8192, True, "mma.sync two-kernel"),
         ("always", 128, False, "mma.sync fused"),
         ("always", 128, True, "mma.sync two-kernel"),
