@@ -129,7 +129,7 @@ def _unplanned(spec: AttentionSpec, backend: str, direction: Direction) -> str |
     if not spec.kv_lists:
         return None
     if backend != "triton":
-        return "no GPU has run the kernels for kv_indices; backend='triton' runs them"
+        return "no GPU has run them for kv_indices in JAX; backend='triton' runs them"
     if direction == "backward" and spec.deterministic:
         return "deterministic=True sorts kv_indices, which no launch of XLA does; pass deterministic=False"
     return None
