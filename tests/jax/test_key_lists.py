@@ -62,7 +62,7 @@ def test_launches_in_xlas_memory(interpreted: list[Any]) -> None:
 
 
 def test_launches_that_xla_does_not_make_are_refused(interpreted: list[Any]) -> None:
-    with pytest.raises(flexattn.BackendError, match="no GPU has run the kernels for kv_indices; backend='triton' runs them"):
+    with pytest.raises(flexattn.BackendError, match="no GPU has run them for kv_indices in JAX; backend='triton' runs them"):
         both(2, 1)
     with pytest.raises(flexattn.BackendError, match="deterministic=True sorts kv_indices"):
         both(2, 1, backend="triton", deterministic=True)
