@@ -47,7 +47,9 @@ def test_explain_describes_the_call_that_was_asked_about(capsys):
     assert [line.partition(":")[0] for line in short[2:4]] == ["triton", "portable"]
     first, second, *rest = explained(capsys, *question, "--verbose").splitlines()
     assert (first, second) == (runs, f"{described}; backend='auto'")
-    assert [line for line in rest[1:] if not line.startswith(" ")] == ["forward: triton (portable)", "backward: triton (portable)"]
+    *directions, derivatives = (line for line in rest[1:] if not line.startswith(" "))
+    assert directions == ["forward: triton (portable)", "backward: triton (portable)"]
+    assert derivatives.startswith("tangents and second derivatives: torch operations, because ")
     assert rest[0].startswith("with torch ")
 
 
@@ -506,7 +508,7 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
         ("--q 1,1,32,128 --kv 1,65536,8,128 --fp8 head", ["(portable)", "keys in 8 splits: 32 tiles"]),
         (
             "--q 2,16384,16,128 --capability 8.0",
-            ["(portable)", "  not sm_90 fused or sm_90 fused 192 or sm_90 two-kernel: compute capability 9.0 is needed"],
+            ["(mma.sync fused)", "  not sm_90 fused or sm_90 fused 192 or sm_90 two-kernel: compute capability 9.0 is needed"],
         ),
     ],
 )
