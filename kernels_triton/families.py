@@ -24,9 +24,6 @@ from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_larg
 
 _NEVER_RAN = "no run on such a GPU shows that it is faster"
 
-FITTED_HAS_RUN = False
-"""Whether `Family.fitted_tile` is used without a request."""
-
 
 def _hopper(name: str) -> ModuleType:
     """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
@@ -71,7 +68,7 @@ class Family(Generic[Call]):
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU, and faster there; if False, they run only on request
-    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile for its head dims that no GPU has run; None: there is none
+    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile that fits its head dims; None: there is none
 
 
 class Policy(NamedTuple):
@@ -123,9 +120,11 @@ def choose(call: Call, policy: Policy) -> Choice:
 
 
 def _tile(family: Family[Any], call: Any, policy: Policy) -> Any:
-    is_asked = FITTED_HAS_RUN or policy.takes_what_never_ran
-    fitted = family.fitted_tile(call) if is_asked else None
-    return family.tile(call) if fitted is None else fitted
+    fitted = family.fitted_tile(call)
+    if fitted is None:
+        return family.tile(call)
+    is_used = policy.takes_what_never_ran or crossovers.slower("fitted tile", family.facts(call)) is None
+    return fitted if is_used else family.tile(call)
 
 
 def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str | None:

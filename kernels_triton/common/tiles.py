@@ -371,9 +371,9 @@ HOPPER_FITTED = (
     HopperTile(head_dim_qk=160, head_dim_v=160, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
     HopperTile(head_dim_qk=192, head_dim_v=192, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2),
 )
-"""Tiles whose head dims have two parts, not measured: 80 = 64 + 16, 96 = 64 + 32, 160 = 128 + 32 and 192 = 128 + 64.
+"""Tiles whose head dims have two parts: 80 = 64 + 16, 96 = 64 + 32, 160 = 128 + 32 and 192 = 128 + 64.
 
-`families.FITTED_HAS_RUN` says whether they are used without a request.
+`crossovers` has a rule for the calls in which they were measured to be faster. Others take them on request.
 """
 
 

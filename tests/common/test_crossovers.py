@@ -19,6 +19,7 @@ from tests.conftest import ROOT
 ORDERS = (*families.FORWARDS.values(), *families.BACKWARDS.values())
 FAMILIES = [*(family for order in ORDERS for family in order), *families.SPARSE_FORWARDS]
 OTHERS = {*BACKENDS, "sdpa", "sdpa beside mma.sync"}  # not kernel families; explain reads the rules for sdpa
+FORMS = {"split keys", "split plan", "fitted tile"}  # of a family's kernels
 CALL = {
     "head_dim": 64,
     "mask": "causal",
@@ -41,7 +42,7 @@ def test_a_rule_names_what_exists(rule: Rule) -> None:
         tiles = {"sm_90": HOPPER_FORWARD, "sm_90 fused": HOPPER_FUSED, "sm_90 FP8 fused": FP8_FUSED, "portable": {"one_grid": None}}
         assert rule.tile in tiles[rule.use]
     else:
-        assert rule.use in {*names, *OTHERS, "split keys", "split plan"}
+        assert rule.use in {*names, *OTHERS, *FORMS}
 
 
 def test_every_tile_has_a_rule_and_the_last_rule_holds_for_all_calls() -> None:
@@ -62,7 +63,7 @@ def test_every_column_of_a_rule_for_kernels_is_known() -> None:
 def test_every_family_that_another_follows_has_rules() -> None:
     measured = {family.rules or family.name for family in FAMILIES if family.has_run} - {"portable", "sparse"}
     names = {family.rules or family.name for family in FAMILIES} - {"portable", "sparse"}
-    assert measured <= RULES.keys() - {*OTHERS, "split keys", "split plan"} <= names
+    assert measured <= RULES.keys() - {*OTHERS, *FORMS} <= names
 
 
 @pytest.mark.parametrize(

@@ -87,20 +87,33 @@ def test_head_dims_that_other_tiles_pad_more_have_a_fitted_one(dims: tuple[int, 
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-@pytest.mark.parametrize("has_run", [False, True])
-def test_auto_leaves_them_until_a_gpu_has_run_them(is_asked: bool, has_run: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "FITTED_HAS_RUN", has_run)
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_auto_takes_them_where_they_were_measured(is_asked: bool, tokens: int) -> None:
     policy = families.Policy(ignores_measurements=is_asked, takes_what_never_ran=is_asked)
     with pretended_device(90, 132):
-        for dims, fits in (((72,), 80), ((96,), 96), ((160,), 160), ((64,), None), ((128,), None)):
-            problem = problem_of(*dims, window_right=0)
-            choice = families.choose(Forward(problem, problem.q, torch.empty(2, 16, 4096, device="meta")), policy)
+        for dims, fits in (((72,), 80), ((80,), 80), ((96,), 96), ((160,), 160), ((64,), None), ((128,), None)):
+            problem = problem_of(*dims, tokens=tokens, window_right=0)
+            is_used = is_asked or (tokens == 4096 and fits == 80)
+            choice = families.choose(Forward(problem, problem.q, torch.empty(2, 16, tokens, device="meta")), policy)
             today = conditions.forward_tile(problem)
-            assert choice.tile.head_dim_v == (fits if fits and (is_asked or has_run) else today.head_dim_v)
             assert today in HOPPER_FORWARD.values()
-            if dims[0] <= 128:
-                tile = families.choose(backward_of(problem), policy).tile
-                assert tile.head_dim == (fits if fits and (is_asked or has_run) else max(64, today.head_dim_v))
+            if choice.family.name == "sm_90":
+                assert choice.tile.head_dim_v == (fits if fits and is_used else today.head_dim_v)
+            choice = families.choose(backward_of(problem), policy)
+            if dims[0] <= 128 and choice.family.name == "sm_90 fused":
+                assert choice.tile.head_dim == (fits if fits and is_used else max(64, today.head_dim_v))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"window_left": 100, "window_right": 0}, {"softcap": 10.0}, {"is_batch_invariant": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_auto_leaves_them_in_other_calls(change: dict[str, Any]) -> None:
+    with pretended_device(90, 132):
+        problem = problem_of(80, **change)
+        choice = families.choose(Forward(problem, problem.q, torch.empty(2, 16, 4096, device="meta")), families.Policy())
+    assert getattr(choice.tile, "head_dim_v", 128) == 128
 
 
 def test_few_queries_pages_and_block_masks_keep_other_tiles() -> None:
