@@ -362,10 +362,12 @@ class Problem:
             self.q.element_size(),
             head_dims,
             is_whole=not (self._parts(self.q)[1] or self._parts(self.v)[1]),
-            is_loaded=self.is_loaded or (self.alibi_slopes is not None and table is not FORWARD and capability in SMALL_MEMORY),
+            is_loaded=self.is_loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
             length=SHORT + 1 if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
         )
+        if self.alibi_slopes is not None and table is not FORWARD and capability in SMALL_MEMORY:
+            tile = _cut(tile, 64, 64)
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
         return self.cut(tile)

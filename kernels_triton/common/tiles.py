@@ -62,7 +62,7 @@ SHORT = 1024
 """A configuration is compiled for longer sequences, for others and for FEW queries. No other length selects a kernel."""
 
 SMALL_MEMORY = (86, 89, 120)
-"""Capabilities with 99 KiB of shared memory. ALiBi's distances pass through it in a backward, like a bias."""
+"""Capabilities with 99 KiB of shared memory, through which ALiBi's distances pass in a backward with larger tiles than 64x64."""
 
 FEW = 16
 """Most queries for `Row.few`, those of all heads of a key head together: the rows of the smallest product."""

@@ -252,7 +252,7 @@ def test_twenty_schedules(seed: int) -> None:
 
 FAULTS: dict[str, tuple[Any, inject.Fault]] = {
     "v's second part has the columns of the first": (forward_partition, with_argument("load_rows(descriptors.v1)", 5, "0")),
-    "the second part of out has the columns of the first": (forward, with_argument("_store_out(acc1)", 1, "0")),
+    "the second part of out has the columns of the first": (forward, with_argument("store_out(acc1)", 1, "0")),
     "k's second part is read before it has come": (fused_loader, with_argument("_load_keys(descriptors.k)", 4, "Q_BYTES")),
     "the second part of dq has the columns of the first": (dq_sums, with_argument("reduce_add(second.dq)", 1, "[sums_row, 0]")),
     "the second part of dq is not written": (fused_consumer, drop("write_second_dq()")),

@@ -287,6 +287,7 @@ def refused() -> None:
     odd_lengths = {"cu_seqlens_q": offsets_of_odd, "cu_seqlens_kv": offsets_of_odd, "qkv_format": "thd"}
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 4, 4 * dist.get_world_size())}
     policies = [{"sequence_ids": torch.tensor([0]), "mask_type": "padding", "window_size": (-1, -1)}]
+    cache = te.InferenceParams(2, 8, 2, DIM, torch.float32)
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("a call with attn_mask_type 'arbitrary'", {"attn_mask_type": "arbitrary"}, {}),
         (
@@ -294,7 +295,7 @@ def refused() -> None:
             {},
             {**odd_lengths, **_layers(x[0]), "thd_attention_policies": policies},
         ),
-        ("a call with inference_params", {"attn_mask_type": "padding", "layer_number": 1}, {"inference_params": object()}),
+        ("a call with inference_params", {"attn_mask_type": "padding", "layer_number": 1}, {"inference_params": cache}),
         ("a core_attention_bias and padding", {"attn_mask_type": "padding"}, bias),
         ("core_attention_bias is .* with cp_comm_type 'a2a'", {"cp_comm_type": "a2a"}, bias),
         ("query_layer has 3 tokens on a rank; accepted: an even number", {}, dict.fromkeys(("query_layer", "key_layer"), x[:, :3])),
