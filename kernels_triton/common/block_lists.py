@@ -189,9 +189,9 @@ def query_loops(visible, lists, b, h, first_column, META: tl.constexpr):
 
 
 @triton.constexpr_function
-def first_loop(META):
+def first_loop(HAS_LEFT, BLOCK_SIZE_Q):
     """Returns the place in `Loops` of the first loop over keys that may have tiles."""
-    return 0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1
+    return 0 if HAS_LEFT and BLOCK_SIZE_Q == 0 else 1
 
 
 @triton.jit

@@ -216,7 +216,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     )
     dq = zero_parts(BLOCK_M, META.QK0, META.QK1)
     sums = _QuerySums(dq0=dq.first, dq1=dq.second, row_sum=tl.zeros([BLOCK_M], tl.float32))
-    for LOOP in tl.static_range(first_loop(META), 3):
+    for LOOP in tl.static_range(first_loop(META.HAS_LEFT, META.BLOCK_SIZE_Q), 3):
         tiles = loops[LOOP]
         if LOOP == 1 or tiles.begin < tiles.end:  # a loop without iterations still costs its pipeline's prologue
             sums = _attn_bwd_dq_loop(sums, own_block, tiles, inputs, MODS, LOOP != 1, META)

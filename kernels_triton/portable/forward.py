@@ -414,7 +414,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = _Accumulators(acc0=acc.first, acc1=acc.second, row_sum=row_sum, row_max=row_max)
-    for LOOP in tl.static_range(first_loop(META), 3):
+    for LOOP in tl.static_range(first_loop(META.HAS_LEFT, META.BLOCK_SIZE_Q), 3):
         sums = _attn_fwd_loop(sums, own_block, loops[LOOP], inputs, MODS, LOOP != 1, META)
 
     is_real = rows < len_q
