@@ -22,7 +22,7 @@ from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
-_NEVER_RAN = "no run on such a GPU shows that it is faster"
+_NOT_SHOWN = "no run on such a GPU shows that it is faster"
 
 
 def _hopper(name: str) -> ModuleType:
@@ -106,7 +106,7 @@ def choose(call: Call, policy: Policy) -> Choice:
     for family in order[:-1]:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
         reason = reason or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
-        why, rule = "FLEXATTN_HOPPER=always" if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}", None
+        why, rule = "FLEXATTN_HOPPER=always" if family.has_run else f"FLEXATTN_HOPPER=always; {_NOT_SHOWN}", None
         if reason is None and family.has_run and not policy.ignores_measurements:
             use, facts = family.rules or family.name, family.facts(call)
             reason = crossovers.slower(use, facts)
@@ -132,7 +132,7 @@ def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str 
     needed = family.capabilities
     if needed and capability_of(problem.device) not in needed:
         return f"compute capability {' or '.join(f'{n // 10}.{n % 10}' for n in sorted(needed))} is needed"
-    return None if family.has_run or policy.takes_what_never_ran else f"{_NEVER_RAN}; FLEXATTN_HOPPER=always runs it"
+    return None if family.has_run or policy.takes_what_never_ran else f"{_NOT_SHOWN}; FLEXATTN_HOPPER=always runs it"
 
 
 # Families that run bands that do not contain their diagonal

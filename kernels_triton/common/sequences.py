@@ -59,7 +59,7 @@ class Program(NamedTuple):
 
 @triton.jit
 def program_of_queries(pid, inputs, META: tl.constexpr):
-    # Under a causal band the last block has the most work, so it is first.
+    # The last block is first, because it has the most work under a causal band.
     blocks = tl.cdiv(inputs.lengths_q.max_seqlen, META.BLOCK_M)
     block = blocks - 1 - pid % blocks
     h = pid // blocks % inputs.num_heads

@@ -14,6 +14,8 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd, empty_outputs
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common import crossovers
+from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.tiles import (
     HOPPER_FITTED,
@@ -93,7 +95,9 @@ def test_auto_takes_them_where_they_were_measured(is_asked: bool, tokens: int) -
     with pretended_device(90, 132):
         for dims, fits in (((72,), 80), ((80,), 80), ((96,), 96), ((160,), 160), ((64,), None), ((128,), None)):
             problem = problem_of(*dims, tokens=tokens, window_right=0)
-            is_used = is_asked or (tokens == 4096 and fits == 80)
+            is_measured = tokens == 4096 and fits == 80
+            assert (crossovers.slower("fitted tile", facts_of(problem)) is None) == is_measured
+            is_used = is_asked or is_measured
             choice = families.choose(Forward(problem, problem.q, torch.empty(2, 16, tokens, device="meta")), policy)
             today = conditions.forward_tile(problem)
             assert today in HOPPER_FORWARD.values()

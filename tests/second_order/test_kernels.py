@@ -32,7 +32,7 @@ def hides(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def shows_blocks(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Of blocks of 16 keys, hides half of the pairs of the first, all of the second, and none of the third."""
+    """Hides half of the pairs of the first block of 16 keys, all of the second, and none of the third."""
     return (kv_idx // 16 % 3 != 1) & ((kv_idx >= 16) | (q_idx % 2 == 0) | (kv_idx == 3))
 
 
