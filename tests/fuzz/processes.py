@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-GRACE = 120.0  # seconds for a call with its compilation, and for a process after its time
+GRACE = 240.0  # seconds for a call with its compilation, and for a process after its time
 LEAST = 15.0  # a process is not started again for fewer seconds
 VALUES = 200  # calls of each configuration on a GPU: its kernels take longer to compile than a hundred calls
 STRIDE = 10**6  # configurations between the first ones of two processes
