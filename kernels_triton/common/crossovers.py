@@ -264,9 +264,9 @@ _MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | 
         (128, ("loaded", "windowed"), False, (4096, None), None, 1.06),
         (64, "windowed", False, (4096, None), None, 0.99),
     ),
-    ("mma.sync", 80, "mma_sm_80_more_h200.json"): ((192, "causal", False, (1024, None), None, 2.46),),
-    ("mma.sync fused", 80, "mma_sm_80_more_h200.json"): ((192, "causal", False, (1024, None), None, 2.67),),
-    ("mma.sync two-kernel", 80, "mma_sm_80_more_h200.json"): ((192, "causal", False, (1024, None), None, 2.01),),
+    ("mma.sync", 80, "mma_sm_80_192_h200.json"): ((192, ("causal", "open"), False, (1024, None), None, 2.48),),
+    ("mma.sync fused", 80, "mma_sm_80_192_h200.json"): ((192, ("causal", "open"), False, (1024, None), None, 2.96),),
+    ("mma.sync two-kernel", 80, "mma_sm_80_192_h200.json"): ((192, ("causal", "open"), False, (1024, None), None, 2.21),),
     ("mma.sync", (86, 89, 120), "mma_sm_89_h200.json"): (
         (128, ("causal", "open"), False, (1024, None), None, 1.13),
         (64, ("causal", "open"), False, (1024, None), None, 1.19),
