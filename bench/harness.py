@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 import torch
 
 from flexattn.bench import record
+from flexattn.cli import Parser
 
 K = TypeVar("K", bound=Hashable)
 Row = dict[str, Any]
 Call = Callable[[], Any]
 
 
-def make_parser(method: str | None) -> argparse.ArgumentParser:
+def make_parser(method: str | None) -> Parser:
     """Returns a parser with --out, described by the first line of a program's docstring."""
-    parser = argparse.ArgumentParser(description=method.splitlines()[0] if method else None)
+    parser = Parser(description=method.splitlines()[0] if method else None)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the result here, after every row")
     return parser
 

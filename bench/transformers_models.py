@@ -1,10 +1,12 @@
 """Models of Hugging Face transformers on flexattn, compared with transformers' attention implementations in one run.
 
     python -m flexattn.bench.transformers_models --out transformers.json
+    python -m flexattn.bench.transformers_models --as sm_80 --implementations sdpa flexattn --out transformers_sm_80.json
 
-The program measures a training step (forward and backward, bfloat16) of two layers of each model and its peak memory, over one
-sequence, packed sequences and a padded batch. Before the timing, a small model's logits are compared with eager's in float32; their
-error may be `WORST` times that of eager in bfloat16. Needs a GPU, and transformers 5.17 or later.
+The program measures a training step (forward and backward, bfloat16) of two layers of each model and its peak memory. Decoders take
+one sequence, packed sequences and a padded batch; encoders take a padded batch or images. Before the timing, the results of a small
+model are compared with eager's in float32; their error may be `WORST` times that of eager in bfloat16. Needs a GPU, and
+transformers 5.17 or later.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu,
 # The implementations of a group alternate by model. FlexAttention compiles for minutes, so it comes after the others.
 GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
 IMPLEMENTATIONS = tuple(itertools.chain(*GROUPS))
-BATCHES = ("one sequence", "packed", "left-padded")
+DECODER_BATCHES = ("one sequence", "packed", "left-padded")
+BATCHES = (*DECODER_BATCHES, "right-padded", "images")
 WORST = 2.0
 WARM_UPS, CALLS = 3, 10
 SIZES: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "max_position_embeddings": 32768, "pad_token_id": 0}
@@ -39,23 +42,63 @@ LARGE = SIZES | {
 SMALL = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 SHARP = {"initializer_range": 0.2, "sliding_window": 64}  # scores large enough that a softcap, a window or a sink changes them
 EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}  # one: rounding may choose another one of several experts
-MODELS: dict[str, tuple[str, dict[str, object]]] = {
-    "llama": ("LlamaConfig", {}),
-    "mistral": ("MistralConfig", {"sliding_window": 1024}),
-    "gemma2": ("Gemma2Config", {"sliding_window": 1024, "attn_logit_softcapping": 2.0}),
-    "gpt_oss": ("GptOssConfig", {"sliding_window": 128, **EXPERTS}),
+SHORT = 128  # tokens of a sentence at most
+IMAGE = 224  # pixels of a side: 196 patches and a class token
+ENCODER = {"num_hidden_layers": 2, "num_attention_heads": 12, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MINILM = ENCODER | {"vocab_size": 1000, "hidden_size": 384, "intermediate_size": 1536}
+VIT = ENCODER | {"image_size": IMAGE, "patch_size": 16, "hidden_size": 768, "intermediate_size": 3072}
+
+
+class Model(NamedTuple):
+    """A configuration's class and its entries: of the model that is timed, and of the one whose results are compared."""
+
+    config: str
+    large: dict[str, Any]
+    small: dict[str, Any]
+    batches: Sequence[str] = DECODER_BATCHES
+    maker: str = "AutoModelForCausalLM"
+
+
+def _decoder(config: str, **settings: Any) -> Model:
+    sharp = {name: value for name, value in SHARP.items() if name != "sliding_window" or name in settings}
+    return Model(config, LARGE | settings, SMALL | settings | sharp)
+
+
+def _encoder(config: str, entries: dict[str, Any], batch: str) -> Model:
+    small = {"hidden_size": 96, "intermediate_size": 192, "initializer_range": SHARP["initializer_range"]}
+    return Model(config, entries, entries | small, (batch,), "AutoModel")
+
+
+def _gemma2() -> Model:
+    model = _decoder("Gemma2Config", sliding_window=1024, attn_logit_softcapping=2.0)
+    for entries in (model.large, model.small):
+        entries["query_pre_attn_scalar"] = entries["head_dim"]
+    return model
+
+
+MODELS = {
+    "llama": _decoder("LlamaConfig"),
+    "mistral": _decoder("MistralConfig", sliding_window=1024),
+    "gemma2": _gemma2(),
+    "gpt_oss": _decoder("GptOssConfig", sliding_window=128, **EXPERTS),
+    "minilm": _encoder("BertConfig", MINILM, "right-padded"),
+    "vit": _encoder("ViTConfig", VIT, "images"),
 }
 
 
 class Batch(NamedTuple):
-    """Arguments of a model, and the mask of the logits that count."""
+    """Arguments of a model, and the mask of the tokens whose results count."""
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     kept: Tensor
 
 
 def batches(tokens: int, device: torch.device) -> dict[str, Batch]:
-    """Returns the same tokens as one sequence, as six packed sequences, and as four rows, two of them with padding in front."""
+    """Returns batches of about as many tokens.
+
+    The same tokens are one sequence, six packed sequences, four rows of which two have padding in front, and rows of SHORT tokens
+    with padding behind. Images have 197 tokens each.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, SIZES["vocab_size"], (1, tokens), generator=generator).to(device)
     lengths = [tokens * n // 64 for n in (24, 2, 12, 4, 15)]
@@ -64,39 +107,43 @@ def batches(tokens: int, device: torch.device) -> dict[str, Batch]:
     padding = torch.ones_like(rows)
     padding[1, : rows.shape[1] // 2] = padding[3, : rows.shape[1] // 4] = 0
     everything = torch.ones_like(ids, dtype=torch.bool)
+    short = ids.view(-1, SHORT)
+    text = (torch.arange(SHORT) < torch.randint(1, SHORT + 1, (len(short), 1), generator=generator)).long().to(device)
+    images = torch.randn(-(-tokens // 197), 3, IMAGE, IMAGE, generator=generator).to(device)
+    decoders: dict[str, Any] = {"use_cache": False}
     return {
-        "one sequence": Batch({"input_ids": ids}, everything),
-        "packed": Batch({"input_ids": ids, "position_ids": positions}, everything),
-        "left-padded": Batch({"input_ids": rows, "attention_mask": padding}, padding.bool()),
+        "one sequence": Batch({"input_ids": ids, **decoders}, everything),
+        "packed": Batch({"input_ids": ids, "position_ids": positions, **decoders}, everything),
+        "left-padded": Batch({"input_ids": rows, "attention_mask": padding, **decoders}, padding.bool()),
+        "right-padded": Batch({"input_ids": short, "attention_mask": text}, text.bool()),
+        "images": Batch({"pixel_values": images}, torch.ones(len(images), 197, dtype=torch.bool, device=device)),
     }
 
 
-def build(model: str, sizes: dict[str, object], implementation: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+def build(model: str, implementation: str, dtype: torch.dtype, device: torch.device, is_large: bool = False) -> torch.nn.Module:
     """Returns a model. Its random weights are the same for every implementation and dtype."""
     import transformers
 
-    name, settings = MODELS[model]
-    scalar = {"query_pre_attn_scalar": sizes["head_dim"]} if model == "gemma2" else {}
-    entries = settings | {key: value for key, value in sizes.items() if key != "sliding_window" or key in settings} | scalar
+    chosen = MODELS[model]
     torch.manual_seed(1)
-    config = getattr(transformers, name)(**entries)
-    subject = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    config = getattr(transformers, chosen.config)(**(chosen.large if is_large else chosen.small))
+    subject = getattr(transformers, chosen.maker).from_config(config, attn_implementation=implementation)
     for key, weight in subject.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(weight)
     return subject.to(device, dtype)  # type: ignore[no-any-return]
 
 
-def logits_of(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Returns the logits that count, float32 [tokens, vocabulary]."""
+def results_of(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Returns the logits, or an encoder's last states, that count: float32 [tokens, vocabulary or hidden size]."""
     with torch.no_grad():
-        logits: Tensor = model(**batch.inputs, use_cache=False).logits[batch.kept].float()
-    return logits
+        results: Tensor = model(**batch.inputs)[0][batch.kept].float()
+    return results
 
 
 def step(model: torch.nn.Module, batch: Batch) -> None:
     """Runs a forward and a backward, and drops the gradients."""
-    model(**batch.inputs, use_cache=False).logits.float().square().mean().backward()
+    model(**batch.inputs)[0].float().square().mean().backward()
     model.zero_grad(set_to_none=True)
 
 
@@ -110,15 +157,15 @@ def time_steps(model: torch.nn.Module, batch: Batch) -> dict[str, float]:
     return {**quartiles(ms, "ms"), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def errors(model: str, implementation: str, tokens: int, device: torch.device, names: Sequence[str] = BATCHES) -> dict[str, float]:
-    """Returns for each batch the largest error of the logits in bfloat16 over that of eager, against eager in float32."""
-    exact = build(model, SMALL | SHARP, "eager", torch.float32, device).eval()
-    plain, subject = (build(model, SMALL | SHARP, name, torch.bfloat16, device).eval() for name in ("eager", implementation))
+def errors(model: str, implementation: str, tokens: int, device: torch.device) -> dict[str, float]:
+    """Returns for each batch the largest error of the results in bfloat16 over that of eager, against eager in float32."""
+    exact = build(model, "eager", torch.float32, device).eval()
+    plain, subject = (build(model, name, torch.bfloat16, device).eval() for name in ("eager", implementation))
     ratios = {}
-    for name in names:
+    for name in MODELS[model].batches:
         batch = batches(tokens, device)[name]
-        wanted = logits_of(exact, batch)
-        off, plainly_off = ((logits_of(run, batch) - wanted).abs().max().item() for run in (subject, plain))
+        wanted = results_of(exact, batch)
+        off, plainly_off = ((results_of(run, batch) - wanted).abs().max().item() for run in (subject, plain))
         ratios[name] = off / plainly_off
     return ratios
 
@@ -139,12 +186,12 @@ def measure(chosen: Chosen, device: torch.device) -> Iterator[Row]:
             compat.dynamo().reset()  # Dynamo compiles few shapes of a function; past that limit FlexAttention stores all scores
             row: Row = {"model": model, "implementation": implementation}
             try:
-                off = errors(model, implementation, 512, device, chosen.batches)
-                subject = build(model, LARGE, implementation, torch.bfloat16, device).train()
+                off = errors(model, implementation, 512, device)
+                subject = build(model, implementation, torch.bfloat16, device, is_large=True).train()
             except (ImportError, NotImplementedError, RuntimeError, ValueError) as e:
                 yield row | {"status": "refused", "reason": str(e).splitlines()[0]}
                 continue
-            for name in chosen.batches:
+            for name in (name for name in MODELS[model].batches if name in chosen.batches):
                 batch = batches(chosen.tokens, device)[name]
                 compat.dynamo().reset()
                 cell = row | {"batch": name, "error": off[name]}
@@ -164,12 +211,14 @@ def measure(chosen: Chosen, device: torch.device) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
+    parser.add_target()
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a step, a multiple of 64")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument("--batches", nargs="+", choices=BATCHES, default=BATCHES)
     options = parser.parse_args(argv)
     need_gpu(parser)
+    parser.imitate(options.target)
     from flexattn.integrations.transformers import register
 
     register()
