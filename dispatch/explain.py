@@ -112,8 +112,8 @@ class _Part(NamedTuple):
         why, *others = reasons(self.spec, self.direction, self.decision, failures)
         kernels, lines = self.kernels, [why, *self.notes(is_built)]
         if kernels is not None:
-            rule = f"; rule: {kernels.rule}" if kernels.rule is not None else ""
-            lines += [f"{kernels.family.name}: {kernels.why}{rule}", *_rejected(kernels), f"tile: {kernels.blocks}"]
+            rule, tile_rule = ("" if rule is None else f"; rule: {rule}" for rule in (kernels.rule, kernels.tile_rule))
+            lines += [f"{kernels.family.name}: {kernels.why}{rule}", *_rejected(kernels), f"tile: {kernels.blocks}{tile_rule}"]
             lines += _splits(kernels)
         return lines + others
 

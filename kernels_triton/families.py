@@ -68,7 +68,7 @@ class Family(Generic[Call]):
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU, and faster there; if False, they run only on request
-    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile that fits its head dims; None: there is none
+    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile that fits its head dims or few keys; None: there is none
 
 
 class Policy(NamedTuple):
@@ -87,6 +87,7 @@ class Choice(NamedTuple):
     why: str
     rejected: tuple[tuple[str, str], ...]  # (name, reason) of each family that was tried before it
     rule: Rule | None = None  # the measurement behind it
+    tile_rule: Rule | None = None  # and behind a tile that fits the head dims
     splits: Splits | None = None  # for an explanation of the choice
 
     @property
@@ -112,19 +113,21 @@ def choose(call: Call, policy: Policy) -> Choice:
             reason = crossovers.slower(use, facts)
             why, rule = "the fastest in benchmarks of such calls", crossovers.deciding(use, facts)
         if reason is None:
-            return Choice(family, _tile(family, call, policy), why, tuple(rejected), rule)
+            tile, tile_rule = _tile(family, call, policy)
+            return Choice(family, tile, why, tuple(rejected), rule, tile_rule)
         rejected.append((family.name, reason))
     portable = order[-1]
     why = "the kernels for lists of keys" if is_sparse else "the kernels for every GPU and every call"
     return Choice(portable, portable.tile(call), why, tuple(rejected))
 
 
-def _tile(family: Family[Any], call: Any, policy: Policy) -> Any:
+def _tile(family: Family[Any], call: Any, policy: Policy) -> tuple[Any, Rule | None]:
+    """Returns the tile, and the rule by which it is one that fits the head dims."""
     fitted = family.fitted_tile(call)
     if fitted is None:
-        return family.tile(call)
-    is_used = policy.takes_what_never_ran or crossovers.slower("fitted tile", family.facts(call)) is None
-    return fitted if is_used else family.tile(call)
+        return family.tile(call), None
+    rule = crossovers.deciding(f"{family.rules or family.name} fitted", family.facts(call))
+    return fitted if policy.takes_what_never_ran or rule is not None else family.tile(call), rule
 
 
 def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str | None:

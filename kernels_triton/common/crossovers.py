@@ -44,6 +44,7 @@ class Rule:
     tokens: Range | None = None  # the longest sequence, in queries or in keys
     mean_tokens: Range | None = None  # the mean of a packed batch, otherwise the same
     queries: Range | None = None  # the longest sequence of queries
+    keys: Range | None = None  # the longest sequence of keys
     query_rows: Range | None = None  # rows of a tile for all queries of the heads that share a key head
     rows: Range | None = None  # rows of a tile for all queries of the heads that can share a tile
     width: Range | None = None  # the larger head dim
@@ -220,6 +221,10 @@ _DROPOUT = "dropout_h200.json"
 _SHORT_CAUSAL = ("short_causal_h200.json", "short_causal_h100.json")
 _FUSED_192 = ("fused_192_h200.json", "fused_192_h100.json")
 _FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
+_FITTED = "fitted_h200.json"
+_FITTED_80 = ("fitted_80_h200.json", _FITTED)
+_PLAIN: dict[str, Any] = {"dropout": False, "paged": False, "packed": False, "batch_invariant": False}
+"""Columns of rules for head dims of two parts and for few keys."""
 
 _OLDER: dict[str, Any] = {"dtype": "bfloat16", "layout": "dense", "kind": "plain", "tokens": (1024, 4096)}
 """Columns of rules beside the portable kernels: an H200 ran the code of sm_80."""
@@ -380,7 +385,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**29, source="paged_prefill_h100.json"),
     Rule(use="sm_90", head_dim=64, paged=True, mask=("open", "causal", "windowed"),
          tokens_from=256, flops_from=2**29, source="paged_prefill_h100.json"),
-    # Head dim 64
+    # Head dim 64. 77 keys take 73 us instead of 98 at 64, and 87 instead of 99 at 40.
+    Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", keys=(65, 128), grouped=False, **_PLAIN,
+         tokens_from=2048, flops_from=2**32, source=_FITTED),
     Rule(use="sm_90", head_dim=64, dropout=True, mask=("open", "causal"), tokens_from=1024, flops_from=2**36, source=_DROPOUT),
     Rule(use="sm_90", head_dim=64, dropout=False, mask=("open", "causal"), mean_tokens=(2048, None),
          tokens_from=2048, flops_from=2**36, source=_STANDARD),
@@ -429,17 +436,24 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=512, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source=_DROPOUT),
     Rule(use="sm_90 fused", head_dim=64, mask="open", grouped=True,
          tokens_from=1024, flops_from=2**36, keys_per_sm_from=128, source="lengths_h200.json"),
+    # Head dims of 72 and 80 take 3 to 8 % less time at 256 tokens.
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 80), mask="open", tokens=(256, 2047), packed=False, gpu="H200",
+         flops_from=2**34, keys_per_sm_from=128, source=_FITTED_80),
+    # 2**36 FLOPs of 1024 tokens at 128 are 2**35 at 72.
+    Rule(use="sm_90 fused", head_dim=128, mask="open", tokens=(512, 2047), gpu="H200",
+         flops_from=2**35, keys_per_sm_from=128, source=("lengths_h200.json", *_FITTED_80)),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="open",
          tokens_from=512, flops_from=2**36, keys_per_sm_from=128, source="lengths_h200.json"),
-    # 1 to 11 % less time at 384 tokens, and 9 to 21 % at 512. Packed batches of up to 384 to 640 tokens take 6 to 29 % less.
-    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), gpu="H200",
+    # 1 to 11 % less time at 384 tokens, and 9 to 21 % at 512. Packed batches of up to 384 to 640 tokens take 6 to 29 % less. 1024
+    # tokens take 22 to 25 % less at head dims of 72 to 96.
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 2047), gpu="H200",
          tokens_from=384, flops_from=2**33, window_left_from=255, keys_per_sm_from=128,
-         source=("short_causal_h200.json", "short_backwards_more_h200.json")),
+         source=("short_causal_h200.json", "short_backwards_more_h200.json", *_FITTED_80)),
     # 641 tokens take up to 2 % more time, with grouped heads 3 to 6 % less. If the longest sequence of a packed batch has 640
     # tokens, head dim 128 takes 2 to 8 % more time, and head dim 64 takes 2 to 13 % less.
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), packed=False, grouped=True, gpu="H100",
          tokens_from=640, flops_from=2**35, window_left_from=255, keys_per_sm_from=128, source="short_causal_h100.json"),
-    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), gpu="H100",
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 2047), gpu="H100",
          tokens_from=704, flops_from=2**35, window_left_from=255, keys_per_sm_from=128,
          source=("short_causal_h100.json", "short_backwards_more_h100.json")),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal",
@@ -454,6 +468,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
     Rule(use="sm_90 fused 192", head_dim=192, mask="windowed",
          tokens_from=8192, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
+    # Two kernels pad 160 to 256: 21 % less time at 256 tokens, 34 % at 1024, and 44 to 48 % from 4096 on.
+    Rule(use="sm_90 fused 192", head_dim=256, width=(None, 160), mask=("open", "causal"),
+         tokens_from=256, flops_from=2**35, window_left_from=1023, keys_per_sm_from=128, gain=1.65, source=_FITTED),
     # --- sm_90 two-kernel: the backward in two kernels, beside the portable one. A program of dk and dv has all query heads of
     # its 128 keys, 64 at head dim 256. 16384 tokens in short sequences have little work under a causal mask, but many programs. In
     # FP8 they are faster than in 16 bits, even without the time for a dequantisation (fp8_kernels_h200.json).
@@ -538,6 +555,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused", tile="d128", head_dim=128, dropout=True),
     Rule(use="sm_90 fused", tile="d128_converting", head_dim=128, mask="open", grouped=False, packed=False, is_full_width=True,
          tokens=(512, 4096), source=("short_backwards_h100.json", "small_kernels_h100.json", "small_kernels_h200.json")),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, width=(65, 80), mask="open", tokens=(256, 4096),
+         source=_FITTED_80),
     Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="open", tokens=(512, 4096),
          source=("small_kernels_h100.json", "small_kernels_h200.json")),
     Rule(use="sm_90 fused", tile="d128_open", head_dim=128, mask="open", source="one_pass_orders_h200.json"),
@@ -561,10 +580,24 @@ CROSSOVERS: tuple[Rule, ...] = (
          grouped=False, tokens=(None, 256), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
     Rule(use="portable", tile="one_grid", capability=90, element_size=2, head_dim=64, mask="causal", has_left=False, dropout=False,
          packed=False, grouped=False, tokens=(None, 512), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
-    # --- sm_90: tiles for head dims of two parts, beside those for the next power of two. Only 80 was measured, and 72 has the same
-    # products. 256 tokens are slower forward.
-    Rule(use="fitted tile", width=(72, 80), mask=("causal", "open"), dropout=False, paged=False, packed=False, grouped=False,
-         batch_invariant=False, tokens=(1024, None), gain=1.09, source="fitted_h200.json"),
+    # --- sm_90: tiles for head dims of two parts, beside those for the next power of two. Head dims that are padded to the same
+    # width have the same products. At 72 to 96, 256 tokens take 4 to 7 % more time forward, because q has one stage. With 96, the
+    # backward took 0 to 2 % more.
+    Rule(use="sm_90 fitted", width=(65, 80), mask=("open", "causal"), **_PLAIN, keys=(129, None), tokens=(1024, None),
+         gain=1.08, source=_FITTED_80),
+    Rule(use="sm_90 fitted", width=(81, 96), mask=("open", "causal"), **_PLAIN, keys=(129, None), tokens=(1024, None),
+         gain=1.04, source=_FITTED),
+    Rule(use="sm_90 fitted", head_dim=256, width=(None, 160), mask=("open", "causal"), **_PLAIN, tokens=(256, None),
+         gain=1.35, source=_FITTED),
+    Rule(use="sm_90 fitted", head_dim=256, width=(None, 192), mask=("open", "causal"), **_PLAIN, tokens=(256, None),
+         gain=1.1, source=_FITTED),
+    # A causal mask takes 1 to 2 % less time with rows that are rarely rescaled, and no mask 1 to 3 % more.
+    Rule(use="sm_90 fitted", tile="lazy", width=(None, 160), head_dim=256, mask="causal", source=_FITTED),
+    Rule(use="sm_90 fused fitted", width=(65, 80), mask=("open", "causal"), dropout=False, packed=False, tokens=(256, None),
+         gain=1.07, source=_FITTED_80),
+    # One block of keys that stays in shared memory. It is 2 % slower than other tiles at 40, whose products have two parts.
+    Rule(use="sm_90 fitted", width=(49, 64), mask="open", keys=(65, 128), grouped=False, **_PLAIN, tokens=(2048, None),
+         gain=1.15, source=_FITTED),
     # --- Lists of keys: 2,048 keys of one latent head, for 128 query heads; 64 queries take 77 us instead of 271.
     Rule(use="sm_90 sparse latent", head_dim=512, width=(512, 576), gain=3.3,
          source=("sparse_hopper_h200.json", "sparse_h200.json")),

@@ -369,11 +369,11 @@ HOPPER_FITTED = (
     HopperTile(head_dim_qk=80, head_dim_v=80, block_m=128, block_n=128, num_stages=3, registers=240),
     HopperTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=128, num_stages=3, registers=240),
     HopperTile(head_dim_qk=160, head_dim_v=160, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
-    HopperTile(head_dim_qk=192, head_dim_v=192, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2),
+    HopperTile(head_dim_qk=192, head_dim_v=192, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2, is_lazy=True),
 )
 """Tiles whose head dims have two parts: 80 = 64 + 16, 96 = 64 + 32, 160 = 128 + 32 and 192 = 128 + 64.
 
-`crossovers` has a rule for the calls in which they were measured to be faster. Others take them on request.
+`crossovers` has rules for the calls in which they were measured to be faster. Others take them on request.
 """
 
 
@@ -396,7 +396,7 @@ FEW_KEYS = 128
 
 
 def few_keys_tile(head_dim_qk: int, head_dim_v: int, keys: int) -> HopperTile | None:
-    """Returns the tile of a forward whose keys are one block, not measured; None: the head dims are too wide for one."""
+    """Returns the tile of a forward whose keys are one block; None: the head dims are too wide for one."""
     d_qk, d_v = (sum(split_head_dim(head_dim)) for head_dim in (head_dim_qk, head_dim_v))
     if max(d_qk, d_v) > 128:
         return None
@@ -567,11 +567,11 @@ HOPPER_FUSED: dict[str, HopperFusedTile] = {
 """Tiles for head dims up to 128; `crossovers` selects one for a call."""
 
 HOPPER_FUSED_FITTED: dict[str, HopperFusedTile] = {
-    f"d{head_dim}{name}": replace(tile, head_dim=head_dim)
-    for head_dim in (80, 96)
-    for name, tile in (("", _FUSED_128), ("_persistent", HOPPER_FUSED["d128_persistent"]), ("_open", HOPPER_FUSED["d128_open"]))
+    name.replace("128", "80"): replace(HOPPER_FUSED[name], head_dim=80) for name in ("d128", "d128_persistent", "d128_open")
 }
-"""Tiles whose head dims have two parts, not measured, by the name of the tile for 128 that a call would have otherwise."""
+"""Tiles for head dims of 72 and 80, by the name of the tile for 128 that a call would have otherwise. At 96 they were not faster
+(bench/results/fitted_h200.json).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -584,4 +584,4 @@ class HopperFused192Tile:
 
 
 HOPPER_FUSED_192 = HopperFused192Tile(head_dim_qk=192, head_dim_v=128, queries=64)
-HOPPER_FUSED_160 = HopperFused192Tile(head_dim_qk=160, head_dim_v=160, queries=64)  # not measured
+HOPPER_FUSED_160 = HopperFused192Tile(head_dim_qk=160, head_dim_v=160, queries=64)

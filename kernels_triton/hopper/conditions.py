@@ -79,7 +79,7 @@ def forward_tile(problem: Problem) -> HopperTile:
 
 
 def fitted_forward_tile(problem: Problem) -> HopperTile | None:
-    """Returns the tile for the problem's head dims or few keys that has no measurement; None: there is none for this problem."""
+    """Returns the tile that fits the problem's head dims or few keys; None: there is none for this problem."""
     x = problem
     if x.page_table is not None:
         return None
@@ -89,7 +89,9 @@ def fitted_forward_tile(problem: Problem) -> HopperTile | None:
     if is_few and (tile := few_keys_tile(d_qk, d_v, x.longest_kv)):
         return tile
     tile = select_fitted_tile(d_qk, d_v, is_modified=x.is_modified or x.dropout_p > 0)
-    return None if tile is None or 2 * x.longest_q <= tile.block_m or _unsupported_tile(x, tile) else tile
+    if tile is None or 2 * x.longest_q <= tile.block_m or _unsupported_tile(x, tile):
+        return None
+    return replace(tile, is_lazy=True) if fastest_tile("sm_90 fitted", facts_of(x)) == "lazy" else tile
 
 
 def _is_wide(problem: Problem) -> bool:
@@ -148,13 +150,11 @@ def fused_tile(problem: Problem) -> HopperFusedTile:
 
 
 def fitted_fused_tile(problem: Problem) -> HopperFusedTile | None:
-    """Returns the tile of the fused backward for the problem's head dims that has no measurement; None: there is none."""
+    """Returns the tile of the fused backward that fits the problem's head dims; None: there is none."""
     x = problem
-    widest = max(x.q.shape[-1], x.v.shape[-1])
-    if not 64 < widest <= 96:
+    if not 64 < max(x.q.shape[-1], x.v.shape[-1]) <= 80:
         return None
-    name = fastest_tile("sm_90 fused", facts_of(x))
-    return HOPPER_FUSED_FITTED.get(name.replace("d128", "d80" if widest <= 80 else "d96"))
+    return HOPPER_FUSED_FITTED.get(fastest_tile("sm_90 fused", facts_of(x)).replace("128", "80"))
 
 
 def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:

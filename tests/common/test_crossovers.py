@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 ORDERS = (*families.FORWARDS.values(), *families.BACKWARDS.values())
 FAMILIES = [*(family for order in ORDERS for family in order), *families.SPARSE_FORWARDS]
 OTHERS = {*BACKENDS, "sdpa", "sdpa beside mma.sync"}  # not kernel families; explain reads the rules for sdpa
-FORMS = {"split keys", "split plan", "fitted tile"}  # of a family's kernels
+FORMS = {"split keys", "split plan", "sm_90 fitted", "sm_90 fused fitted"}  # of a family's kernels
 CALL = {
     "head_dim": 64,
     "mask": "causal",
@@ -28,6 +28,11 @@ CALL = {
     "mean_tokens": 2048,
     "flops": 2.0**37,
     "paged": False,
+    "packed": False,
+    "grouped": False,
+    "batch_invariant": False,
+    "width": 64,
+    "keys": 2048,
     "decode": "no",
     "bytes": 2**20,
     "window_left": UNLIMITED,
@@ -39,8 +44,9 @@ def test_a_rule_names_what_exists(rule: Rule) -> None:
     assert all((ROOT / "bench" / "results" / name).is_file() for name in rule.files)
     names = {family.rules or family.name for family in FAMILIES}
     if rule.tile:
-        tiles = {"sm_90": HOPPER_FORWARD, "sm_90 fused": HOPPER_FUSED, "sm_90 FP8 fused": FP8_FUSED, "portable": {"one_grid": None}}
-        assert rule.tile in tiles[rule.use]
+        tiles = {"sm_90": HOPPER_FORWARD, "sm_90 fused": HOPPER_FUSED, "sm_90 FP8 fused": FP8_FUSED}
+        forms = {"sm_90 fitted": {"lazy"}, "portable": {"one_grid"}}
+        assert rule.tile in (tiles | forms)[rule.use]
     else:
         assert rule.use in {*names, *OTHERS, *FORMS}
 
