@@ -390,7 +390,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=2048, flops_from=2**32, source=_FITTED),
     Rule(use="sm_90", head_dim=64, dropout=True, mask=("open", "causal"), tokens_from=1024, flops_from=2**36, source=_DROPOUT),
     Rule(use="sm_90", head_dim=64, dropout=False, mask=("open", "causal"), mean_tokens=(2048, None),
-         tokens_from=2048, flops_from=2**36, source=_STANDARD),
+         tokens_from=2048, flops_from=2**35, source=_STANDARD),
     Rule(use="sm_90", head_dim=64, dropout=False, mask="open", mean_tokens=(256, None),
          tokens_from=256, flops_from=2**35, source=_STANDARD),
     Rule(use="sm_90", head_dim=64, dropout=False, mask="causal", mean_tokens=(512, None),
@@ -434,16 +434,14 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source=_DROPOUT),
     Rule(use="sm_90 fused", head_dim=128, dropout=True, mask=("open", "causal"),
          tokens_from=512, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source=_DROPOUT),
+    # The longer calls have 2**36 FLOPs. A half and a quarter of the batch had the same ratios (short_causal_h200.json).
     Rule(use="sm_90 fused", head_dim=64, mask="open", grouped=True,
-         tokens_from=1024, flops_from=2**36, keys_per_sm_from=128, source="lengths_h200.json"),
+         tokens_from=1024, flops_from=2**35, keys_per_sm_from=128, source="lengths_h200.json"),
     # Head dims of 72 and 80 take 3 to 8 % less time at 256 tokens.
     Rule(use="sm_90 fused", head_dim=128, width=(65, 80), mask="open", tokens=(256, 2047), packed=False, gpu="H200",
          flops_from=2**34, keys_per_sm_from=128, source=_FITTED_80),
-    # 2**36 FLOPs of 1024 tokens at 128 are 2**35 at 72.
-    Rule(use="sm_90 fused", head_dim=128, mask="open", tokens=(512, 2047), gpu="H200",
-         flops_from=2**35, keys_per_sm_from=128, source=("lengths_h200.json", *_FITTED_80)),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="open",
-         tokens_from=512, flops_from=2**36, keys_per_sm_from=128, source="lengths_h200.json"),
+         tokens_from=512, flops_from=2**35, keys_per_sm_from=128, source="lengths_h200.json"),
     # 1 to 11 % less time at 384 tokens, and 9 to 21 % at 512. Packed batches of up to 384 to 640 tokens take 6 to 29 % less. 1024
     # tokens take 22 to 25 % less at head dims of 72 to 96.
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 2047), gpu="H200",
@@ -453,11 +451,11 @@ CROSSOVERS: tuple[Rule, ...] = (
     # tokens, head dim 128 takes 2 to 8 % more time, and head dim 64 takes 2 to 13 % less.
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), packed=False, grouped=True, gpu="H100",
          tokens_from=640, flops_from=2**35, window_left_from=255, keys_per_sm_from=128, source="short_causal_h100.json"),
-    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 2047), gpu="H100",
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), gpu="H100",
          tokens_from=704, flops_from=2**35, window_left_from=255, keys_per_sm_from=128,
          source=("short_causal_h100.json", "short_backwards_more_h100.json")),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal",
-         tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
+         tokens_from=1024, flops_from=2**35, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="windowed",
          tokens_from=2048, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask=("modified", "loaded"), bias=False,

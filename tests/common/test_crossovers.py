@@ -77,7 +77,7 @@ def test_every_family_that_another_follows_has_rules() -> None:
     [
         ({}, None),
         ({"tokens": 2047}, "it is faster from 2048 tokens of the longest sequence on, and this call has 2047 (rule: head_dim 64, "),
-        ({"flops": 2.0**35}, "it is faster from 2**36 FLOPs on, and this call has 3.44e+10 (rule: "),
+        ({"flops": 2.0**34}, "it is faster from 2**35 FLOPs on, and this call has 1.72e+10 (rule: "),
         ({"mean_tokens": 100}, "such a call; the nearest rule is for mean_tokens 512 or more, and this call has 100"),
         ({"mask": "modified"}, "such a call; the nearest rule is for mask open or causal, and this call has modified"),
         ({"decode": "shared", "keys": 900}, "it is faster from 1024 keys of the longest sequence on, and this call has 900"),

@@ -22,13 +22,19 @@ from flexattn.bench import harness
 from flexattn.bench.measure import time_on_device
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
-from flexattn.kernels_triton.common.tiles import FEW_KEYS, HOPPER_FUSED_160, HOPPER_FUSED_FITTED, select_fitted_tile
+from flexattn.kernels_triton.common.tiles import (
+    FEW_KEYS,
+    HOPPER_FUSED,
+    HOPPER_FUSED_160,
+    HOPPER_FUSED_FITTED,
+    select_fitted_tile,
+)
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper.backward_fused import fused_backward
 from flexattn.kernels_triton.hopper.backward_fused_192 import fused_192_backward
 from flexattn.kernels_triton.hopper.forward import hopper_forward
 
-HEAD_DIMS = (80, 96, 160, 72, 112, 192)
+HEAD_DIMS = (112, 128, 96, 80, 72, 160, 192)
 TOLERANCE = 0.02  # of the largest element, beside today's kernels in the same dtype
 
 
@@ -47,6 +53,8 @@ SHAPES = (
     Shape(4, 4096, 4096, 16, causal=False),
     Shape(16, 1024, 1024, 16, causal=True),
     Shape(64, 256, 256, 16, causal=False),
+    Shape(32, 512, 512, 16, causal=False),
+    Shape(32, 512, 512, 16, causal=True),
     Shape(2, 16384, 16384, 8, causal=True),
 )
 FEW = {
@@ -85,12 +93,9 @@ def forwards(call: Forward) -> Iterator[tuple[str, Callable[[], None]]]:
         committed = conditions.forward_tile(x)
         yield "sm_90", lambda: hopper_forward(x, call.out, call.lse, tile=committed)
     elif tile is not None:
-        tiles = {"fitted": tile, "fitted, lazy": replace(tile, is_lazy=True)}
+        tiles = {"next power of two": conditions.forward_tile(x), "fitted": tile, "fitted, lazy": replace(tile, is_lazy=True)}
         if tile.head_dim_v <= 96:
-            narrow = replace(tile, block_m=192, block_n=64, registers=160, is_lazy=True)
-            tiles |= {"192 x 64": narrow, "192 x 64, no turns": replace(narrow, pingpong=False)}
-        elif tile.block_n > 64:
-            tiles["128 x 64"] = replace(tile, block_n=64, num_stages=3, out_parts=1)
+            tiles["fitted, two stages of q"] = replace(tile, q_stages=2, num_stages=2)
         for name, other in tiles.items():
             yield name, lambda other=other: hopper_forward(x, call.out, call.lse, tile=other)
 
@@ -99,12 +104,15 @@ def backwards(call: Backward) -> Iterator[tuple[str, Callable[[], None]]]:
     today = families.choose(call, families.Policy())
     yield f"today: {today.family.name}", lambda: today.family.run(call, today.tile)
     head_dim = call.problem.q.shape[-1]
-    if 64 < head_dim <= 96:
-        for name, tile in HOPPER_FUSED_FITTED.items():
-            if tile.head_dim == (80 if head_dim <= 80 else 96):
-                yield name, lambda tile=tile: fused_backward(call, tile)
-    elif 128 < head_dim <= 160:
+    if 64 < head_dim <= 128:
+        fused = {"d128": HOPPER_FUSED["d128"], "d128_persistent": HOPPER_FUSED["d128_persistent"]}
+        for name, tile in (fused | (HOPPER_FUSED_FITTED if head_dim <= 80 else {})).items():
+            yield name, lambda tile=tile: fused_backward(call, tile)
+    elif head_dim <= 160:
         yield "fused 160", lambda: fused_192_backward(call, HOPPER_FUSED_160)
+    portable = families.PORTABLE_BACKWARD
+    if today.family is not portable:
+        yield "portable", lambda: portable.run(call, portable.tile(call))
 
 
 def is_close(results: list[Tensor], wanted: list[Tensor]) -> bool:
