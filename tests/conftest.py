@@ -83,7 +83,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the cases of a test with the mark `sample` as slow or exhaustive, if they are not in the sample that the mark names.
 
     Cases with a new pair of values are slow, all others exhaustive. If the mark has values=True, cases with a new value are slow.
@@ -92,6 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Two parameters were enough to see 70 to 97 % of the faults in each of four systems (Kuhn, Wallace and Gallo, "Software Fault
     Interactions and Implications for Software Testing", IEEE Transactions on Software Engineering 30(6), 2004).
     """
+    # Pairs take a second to count, and by default both slow and exhaustive cases are left out.
+    is_default = config.option.markexpr in config.getini("addopts")
     tests: dict[str, list[Any]] = {}
     for item in items:
         if item.get_closest_marker("sample") and not {mark.name for mark in item.callspec.marks} & {"slow", "exhaustive"}:
@@ -101,7 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         values = [frozenset((name, repr(case.callspec.params[name])) for name in mark.args) for case in cases]
         chosen = sampled(values, (i for i, case in enumerate(cases) if case.nodeid in FIND_FAULTS))
         others: set[int] = set()
-        if mark.kwargs.get("pairs", True) and not cases[0].get_closest_marker("slow"):
+        if mark.kwargs.get("pairs", True) and not (is_default or cases[0].get_closest_marker("slow")):
             every = [frozenset((name, repr(value)) for name, value in case.callspec.params.items()) for case in cases]
             together = 1 if mark.kwargs.get("values") else 2
             others = sampled([frozenset(combinations(sorted(case), together)) or case for case in every], chosen)

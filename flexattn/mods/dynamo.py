@@ -123,10 +123,12 @@ class _Recording:
         """
         written = tuple(self.written(x) for x in args)
         node = function, written, tuple((name, self.written(x)) for name, x in kwargs.items())
-        if _is_read(function):  # meta tensors have no entries for an index
+        on_meta = self.on_meta(args)
+        if _is_read(function):  # meta tensors have no entries for an index, and an empty dim has no entry 0
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = args[0], tuple(0 if isinstance(part, Tensor) else part for part in index)
-        result = function(*self.on_meta(args), **{name: self.on_meta(x) for name, x in kwargs.items()})
+            table = on_meta[0].new_zeros([size if size > 0 else 1 for size in on_meta[0].shape])
+            on_meta = table, tuple(0 if isinstance(part, Tensor) else part for part in index)
+        result = function(*on_meta, **{name: self.on_meta(x) for name, x in kwargs.items()})
         if not isinstance(result, Tensor):
             return result
         self.nodes.append(node)

@@ -87,6 +87,34 @@ def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _hand_over_last_dq(tiles: Fused192Tiles, iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # Computes both parts of dq of the last block, which no later block computes.
+    last = ds_slot(iterations + 1)
+    wait_written(last, CONSUMER)
+    if iterations > 0:
+        for part in gl.static_range(2):
+            dq = _dq_product(tiles, last, part == 0, CONSUMER, META)  # dQ = dS^T K
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            _hand_over_dq(dq, tiles.dq, 2 * iterations - 2 + part, CONSUMER)
+
+
+@gluon.jit
+def _zero_sums(META: gl.constexpr):
+    # Returns dk, dk1, dv and dv1 of 64 keys before the first block; dv1 is () if v has one part.
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    V0: gl.constexpr = META.V0
+    V1: gl.constexpr = META.V1
+    dk = gl.zeros([ROWS, QK0], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16]))
+    dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16]))
+    dv = gl.zeros([ROWS, V0], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16]))
+    dv1 = ()
+    if V1 > 0:
+        dv1 = gl.zeros([ROWS, V1], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V1, 16]))
+    return dk, dk1, dv, dv1
+
+
+@gluon.jit
 def _recomputed(index):
     # Returns the index. ptxas computes an address with it anew, because registers are scarce if v has two parts.
     return index + opaque_zero(index)
@@ -151,20 +179,13 @@ def consume_fused_192(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     HALF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
-    DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, HALF_SCORES)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, layout=HALF_SCORES)
-    dk = gl.zeros([ROWS, QK0], gl.float32, layout=DK)
-    dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=DK1)
-    dv = gl.zeros([ROWS, V0], gl.float32, layout=DV)
+    dk, dk1, dv, dv1 = _zero_sums(META)
     V1: gl.constexpr = META.V1
     PARTS: gl.constexpr = 2 if V1 > 0 else 1  # products for each of dp and dv
-    dv1 = ()
-    if V1 > 0:
-        dv1 = gl.zeros([ROWS, V1], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V1, 16]))
     n_start = block.first_row + CONSUMER * ROWS
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, HALF_SCORES))
     half_columns = gl.arange(0, HALF, layout=COLUMNS)
@@ -245,13 +266,7 @@ def consume_fused_192(
         if m_block > 0:
             _hand_over_dq(dq, tiles.dq, 2 * m_block - 1, CONSUMER)
         position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
-    last = ds_slot(iterations + 1)
-    wait_written(last, CONSUMER)
-    if iterations > 0:
-        for part in gl.static_range(2):
-            dq = _dq_product(tiles, last, part == 0, CONSUMER, META)  # dQ = dS^T K, of the last block
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            _hand_over_dq(dq, tiles.dq, 2 * iterations - 2 + part, CONSUMER)
+    _hand_over_last_dq(tiles, iterations, CONSUMER, META)
     named_barrier_sync(LAST, BOTH)  # k was also read by the other warpgroup, which no longer needs it
     sums = KeyGradients(dk=dk, dk1=dk1, dv=dv)
     store_key_gradients(sums, None, args, loaded.k, loaded.v, block, CONSUMER, META)

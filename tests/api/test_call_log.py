@@ -147,7 +147,7 @@ def test_calls_of_all_threads_are_counted() -> None:
 
 def test_what_a_model_calls_is_listed_compiled_or_not() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleList([flexattn.nn.MultiheadAttention(32, 2, batch_first=True) for _ in range(3)])
+    model = nn.ModuleList([flexattn.nn.MultiheadAttention(32, 2, batch_first=True) for _ in range(2)])
     x = torch.randn(2, 12, 32)
 
     def run(x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def test_what_a_model_calls_is_listed_compiled_or_not() -> None:
             function(x).sum().backward()
         lines.append([str(call) for call in calls])
     assert lines[0] == lines[1] == lines[2]
-    assert [line.partition("; ")[2] for line in lines[0]] == ["3 forward, 3 backward"]
+    assert [line.partition("; ")[2] for line in lines[0]] == ["2 forward, 2 backward"]
 
 
 def test_a_checkpointed_call_runs_twice_forward() -> None:

@@ -75,9 +75,9 @@ def test_delayed_scaling_notes_what_it_notes_without_the_check(monkeypatch: pyte
     for is_checked in ("1", "0"):
         monkeypatch.setenv("FLEXATTN_CHECK", is_checked)
         torch.manual_seed(1)
-        state = fp8.DelayedScaling(recipe, 2)
+        state = fp8.DelayedScaling(recipe, 1)
         for _ in range(4):
-            q, k, v = (torch.randn(1, 20, 2, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+            q, k, v = (torch.randn(1, 20, 1, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
             flexattn.attention(q, k, v, fp8_recipe=recipe, fp8_state=state, backend="triton").sum().backward()
             state.update()
         found.append([t.clone() for t in fp8.state_tensors(state) or ()])

@@ -255,6 +255,12 @@ def test_compiles_in_one_graph(mask: Callable[[], Any]) -> None:
     torch.testing.assert_close(compiled(*tensors, mask()), ours(*tensors, mask()))
 
 
+def test_a_mask_for_no_queries_compiles() -> None:
+    q, k = torch.randn(1, 2, 0, 8), torch.randn(1, 2, 5, 8)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert compiled(q, k, k, torch.ones(0, 5, dtype=torch.bool)).shape == (1, 2, 0, 8)
+
+
 def test_signature_is_torchs() -> None:
     doc = torchs.__doc__ or ""
     text = re.search(r"\((query.*?)\)", doc, re.DOTALL)

@@ -667,6 +667,27 @@ def test_arguments_and_defaults(function: Any, first: list[str], own: dict[str, 
 
 
 @pytest.mark.slow  # torch.compile takes seconds
+@pytest.mark.parametrize("layout", ["thd_th2d", "thd_t2hd"])
+def test_a_backward_into_one_tensor_compiles(layout: str) -> None:
+    dim = layout.index("2") - len("thd_t") + 1
+    q, kv = torch.randn(12, 4, 16), torch.randn(12, 2, 16).unsqueeze(dim).repeat_interleave(2, dim)
+    lengths = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def function(q: Tensor, kv: Tensor, dout: Tensor) -> list[Tensor]:
+        given = (7, 7, lengths, lengths, q, *kv.unbind(dim))
+        names = {"qkv_layout": layout, "o_format": "thd", "attn_mask_type": "padding_causal"}
+        out, aux = fused_attn_fwd(True, *given, torch.float32, FusedAttnBackend.F16_arbitrary_seqlen, **names)
+        names |= {"do_format": "thd", "dqkv_layout": layout}
+        return fused_attn_bwd(*given, out, dout, torch.float32, aux, FusedAttnBackend.F16_arbitrary_seqlen, **names)[:3]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = compiled(q, kv, torch.ones_like(q))
+    for got, want in zip(found, function(q, kv, torch.ones_like(q)), strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()
+
+
+@pytest.mark.slow  # torch.compile takes seconds
 def test_compiled() -> None:
     given = small(o_format="sbhd")
 

@@ -662,6 +662,9 @@ WRONG = {
         ValueError,
         "hides tokens of the queries before visible ones",
     ),
+    "a mask that is not read": Wrong(
+        {"attn_mask_type": "causal"}, {"attention_mask": torch.zeros(3, 3).bool()}, ValueError, "'causal', which does not read it"
+    ),
     "arbitrary without a mask": Wrong({"attn_mask_type": "arbitrary"}, {}, ValueError, "attention_mask is None"),
     "arbitrary of another size": Wrong(
         {"attn_mask_type": "arbitrary"}, {"attention_mask": torch.zeros(3, 4).bool()}, ValueError, "broadcasts to"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -115,6 +116,15 @@ def lengths_of(attention_mask: object, batch: int, sizes: tuple[int, int]) -> tu
         if masks[0] is masks[1]:
             return cumulative[0], cumulative[0]
     return cumulative[0], cumulative[1]
+
+
+def refuse_unread_mask(attention_mask: object, attn_mask_type: str) -> NoReturn:
+    """Raises ValueError for a mask with a type that does not read it; TransformerEngine ignores such a mask."""
+    raise ValueError(
+        f"attention_mask is {describe(attention_mask)} with attn_mask_type {attn_mask_type!r}, which does not read it; accepted: "
+        "None, attn_mask_type 'padding' or 'padding_causal' with a mask [b, 1, 1, s], or 'arbitrary' with a mask that also hides "
+        "later keys"
+    )
 
 
 def mask_mod_of(attention_mask: object, shape: tuple[int, int, int, int]) -> Callable[..., Tensor]:
