@@ -15,7 +15,8 @@ from torch import Tensor
 
 import flexattn.integrations.te as te
 from flexattn.integrations.te.backend_selection import Environment, environment
-from flexattn.validation import are_values_read, describe
+from flexattn.integrations.te.masks import check_unread_mask
+from flexattn.validation import describe
 
 try:
     from megatron.core import parallel_state
@@ -184,7 +185,7 @@ class DotProductAttention(te.DotProductAttention):
         if attention_mask is not None and "causal" not in mask_type:
             mask_type = "arbitrary"
         elif attention_mask is not None and self.window_size[0] == -1:
-            _check_causal(attention_mask, query.shape[fmt.index("s")], key.shape[fmt.index("s")])
+            check_unread_mask(attention_mask, "causal_bottom_right", query.shape[fmt.index("s")], key.shape[fmt.index("s")])
         out = super().forward(
             query,
             key,
@@ -240,15 +241,3 @@ class DotProductAttention(te.DotProductAttention):
     def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *rest: object) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # TransformerEngine's
         torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
-
-
-def _check_causal(attention_mask: Tensor, sq: int, skv: int) -> None:
-    """Raises ValueError if the mask hides a key that a causal mask shows, where its values can be read without a wait."""
-    if not are_values_read(attention_mask):
-        return
-    is_seen = torch.ones(sq, skv, dtype=torch.bool, device=attention_mask.device).tril(skv - sq)
-    if bool((attention_mask & is_seen).any()):
-        raise ValueError(
-            "attention_mask hides keys that a causal mask shows, with attn_mask_type causal, which does not read it; accepted: "
-            "None, the causal mask, packed_seq_params for documents, or AttnMaskType.arbitrary"
-        )

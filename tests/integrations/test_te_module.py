@@ -663,7 +663,7 @@ WRONG = {
         "hides tokens of the queries before visible ones",
     ),
     "a mask that is not read": Wrong(
-        {"attn_mask_type": "causal"}, {"attention_mask": torch.zeros(3, 3).bool()}, ValueError, "'causal', which does not read it"
+        {"attn_mask_type": "causal"}, {"attention_mask": torch.ones(3, 3).bool()}, ValueError, "'causal' shows and does not read"
     ),
     "arbitrary without a mask": Wrong({"attn_mask_type": "arbitrary"}, {}, ValueError, "attention_mask is None"),
     "arbitrary of another size": Wrong(

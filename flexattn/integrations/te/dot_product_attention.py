@@ -21,11 +21,11 @@ from flexattn.integrations.te.layer_scaling import LayerScaling, is_recomputed
 from flexattn.integrations.te.masks import (
     ARBITRARY,
     Window,
+    check_unread_mask,
     lengths_of,
     mask_mod_of,
     mask_type_of,
     masks_of,
-    refuse_unread_mask,
     window_of,
 )
 from flexattn.integrations.te.names import AttnBiasType, SoftmaxType
@@ -224,8 +224,8 @@ class DotProductAttention(torch.nn.Module):
             query_layer, key_layer, value_layer: [sq, b, h, d], [b, sq, h, d] or [t, h, d], according to the format. They are
                 float16, bfloat16 or float32; or FP8 tensors with one scale each, outside of autograd.
             attention_mask: bool, True for hidden keys. With a padding type and no cu_seqlens: [b, 1, 1, s], or a pair of them.
-                With "arbitrary": broadcastable to [b, h, sq, skv]. Other types do not read it and raise, as TransformerEngine's
-                documentation asks for None.
+                With "arbitrary": broadcastable to [b, h, sq, skv]. Other types do not read it. A mask that hides keys which such
+                a type shows raises on a CPU, and with FLEXATTN_CHECK=1.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal, softcap: None: the constructor's value.
             cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], with a padding type.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only, the sequences' start offsets.
@@ -318,7 +318,7 @@ class DotProductAttention(torch.nn.Module):
         elif mask_type == ARBITRARY:
             arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
         elif attention_mask is not None:
-            refuse_unread_mask(attention_mask, mask_type)
+            check_unread_mask(attention_mask, mask_type, *_score_shape(q, k, fmt)[2:])
         arguments |= _score_mod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         calls = [arguments] if policies is None else calls_of(policies, arguments)
         for call in calls:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -118,13 +117,24 @@ def lengths_of(attention_mask: object, batch: int, sizes: tuple[int, int]) -> tu
     return cumulative[0], cumulative[1]
 
 
-def refuse_unread_mask(attention_mask: object, attn_mask_type: str) -> NoReturn:
-    """Raises ValueError for a mask with a type that does not read it; TransformerEngine ignores such a mask."""
-    raise ValueError(
-        f"attention_mask is {describe(attention_mask)} with attn_mask_type {attn_mask_type!r}, which does not read it; accepted: "
-        "None, attn_mask_type 'padding' or 'padding_causal' with a mask [b, 1, 1, s], or 'arbitrary' with a mask that also hides "
-        "later keys"
-    )
+def check_unread_mask(attention_mask: object, attn_mask_type: str, sq: int, skv: int) -> None:
+    """Raises ValueError if the mask, which a type without padding does not read, hides a key that the type shows.
+
+    A bottom-right type aligns its diagonal to the last query and the last key. The values are read if that needs no wait: on a CPU,
+    and with FLEXATTN_CHECK=1. TransformerEngine ignores such a mask, and Megatron-Core passes one.
+    """
+    hint = "accepted: None, a mask of the same keys, or attn_mask_type 'arbitrary' with a mask that also hides later keys"
+    if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool:
+        raise ValueError(
+            f"attention_mask is {describe(attention_mask)} with attn_mask_type {attn_mask_type!r}, which does not read it; {hint}"
+        )
+    if not are_values_read(attention_mask):
+        return
+    is_seen = torch.ones(sq, skv, dtype=torch.bool, device=attention_mask.device)
+    if "causal" in attn_mask_type:
+        is_seen = is_seen.tril(skv - sq if "bottom_right" in attn_mask_type else 0)
+    if bool((attention_mask & is_seen).any()):
+        raise ValueError(f"attention_mask hides keys that attn_mask_type {attn_mask_type!r} shows and does not read it; {hint}")
 
 
 def mask_mod_of(attention_mask: object, shape: tuple[int, int, int, int]) -> Callable[..., Tensor]:
