@@ -1,6 +1,7 @@
-"""Parts of both kernels: the tile of probabilities with the tangent of its logits, and the arguments that they share.
+"""Parts of all kernels: the tile of probabilities with the tangent of its logits, and the arguments that they share.
 
-`dispatch.second_order` has the formulas. Each tile is [queries, keys].
+`dispatch.second_order` has the formulas. A tile is [queries, keys], or [keys, queries] if BY_KEYS: then it is the left operand of
+a product that sums over queries, and needs no transposition.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ import triton.language as tl
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Bias, Parts, Pointer, Rows
-from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys, visible_range_of_queries
-from flexattn.kernels_triton.common.block_lists import every_tile, every_tile_of_queries
+from flexattn.kernels_triton.common.band import (
+    visible_keys,
+    visible_queries,
+    visible_range_of_keys,
+    visible_range_of_queries,
+)
+from flexattn.kernels_triton.common.block_lists import key_loops, query_loops
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.scores import logits
@@ -79,6 +85,16 @@ class ScoredKeys(NamedTuple):
     n: tl.tensor  # the first key
 
 
+class Pairs(NamedTuple):
+    """Queries and keys of a tile, inside a kernel."""
+
+    queries: Any  # with the fields of `ScoredQueries`
+    keys: Any  # with the fields of `ScoredKeys`
+    i: tl.tensor  # positions of the queries that broadcast against the tile
+    j: tl.tensor  # of the keys
+    is_full: Any  # whether the block is full, so that the mask_mod is not needed
+
+
 class Scored(NamedTuple):
     """A tile of probabilities, before normalisation, and of tangents, inside a kernel."""
 
@@ -92,13 +108,22 @@ class Scored(NamedTuple):
 
 
 @triton.jit
-def load_parts(x, place: Place, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, META: tl.constexpr):
+def load_parts(
+    x,
+    place: Place,
+    ROWS: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D: tl.constexpr,
+    CHECK: tl.constexpr,
+    META: tl.constexpr,
+):
     pointer = row_pointer(x, place.b, place.h, place.start + place.first, META)
     _, offsets = row_steps(x.stride_s, ROWS, META)
-    part0 = load_tile(pointer, offsets, place.first, place.length, 0, D0, D, True)
+    part0 = load_tile(pointer, offsets, place.first, place.length, 0, D0, D, CHECK)
     part1 = part0
     if D1 > 0:
-        part1 = load_tile(pointer, offsets, place.first, place.length, D0, D1, D, True)
+        part1 = load_tile(pointer, offsets, place.first, place.length, D0, D1, D, CHECK)
     return Parts(first=part0, second=part1)
 
 
@@ -112,20 +137,19 @@ def store_parts(x, parts: Parts, place: Place, D0: tl.constexpr, D1: tl.constexp
 
 
 @triton.jit
-def load_qk(x, place: Place, ROWS: tl.constexpr, META: tl.constexpr):
-    # Loads rows of q, of k or of their tangents.
-    return load_parts(x, place, ROWS, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+def load_qk(x, place: Place, ROWS: tl.constexpr, CHECK: tl.constexpr, META: tl.constexpr):
+    # Loads rows of q, of k or of their tangents. CHECK: whether rows may be past the end.
+    return load_parts(x, place, ROWS, META.QK0, META.QK1, META.HEAD_DIM_QK, CHECK, META)
 
 
 @triton.jit
-def load_v(x, place: Place, ROWS: tl.constexpr, META: tl.constexpr):
+def load_v(x, place: Place, ROWS: tl.constexpr, CHECK: tl.constexpr, META: tl.constexpr):
     # Loads rows of v, of out or of their tangents.
-    return load_parts(x, place, ROWS, META.V0, META.V1, META.HEAD_DIM_V, META)
+    return load_parts(x, place, ROWS, META.V0, META.V1, META.HEAD_DIM_V, CHECK, META)
 
 
 @triton.jit
-def product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
-    # Returns a b^T, added to `total` if that is a tile.
+def _product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
     if total is None:
         result = tl.dot(a.first, tl.trans(b.first), input_precision=META.PRECISION)
     else:
@@ -133,6 +157,40 @@ def product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
     if HAS_SECOND:
         result = tl.dot(a.second, tl.trans(b.second), result, input_precision=META.PRECISION)
     return result
+
+
+@triton.jit
+def product(of_queries, of_keys, total, HAS_SECOND: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    # Returns a tile of the products of rows, added to `total` if that is a tile.
+    if BY_KEYS:
+        return _product(of_keys, of_queries, total, HAS_SECOND, META)
+    else:
+        return _product(of_queries, of_keys, total, HAS_SECOND, META)
+
+
+@triton.jit
+def add_product(acc, weights, x, META: tl.constexpr):
+    # Returns acc + weights x, with weights rounded to x's type.
+    return tl.dot(weights.to(x.dtype), x, acc, input_precision=META.PRECISION)
+
+
+@triton.jit
+def along(numbers, BY_KEYS: tl.constexpr):
+    # Returns numbers of queries in a shape that broadcasts against a tile.
+    if BY_KEYS:
+        return numbers[None, :]
+    else:
+        return numbers[:, None]
+
+
+@triton.jit
+def pairs_of(queries, keys, is_full, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    rows = queries.first_row + tl.arange(0, META.BLOCK_M)
+    columns = keys.n + tl.arange(0, META.BLOCK_N)
+    if BY_KEYS:
+        return Pairs(queries=queries, keys=keys, i=rows[None, :], j=columns[:, None], is_full=is_full)
+    else:
+        return Pairs(queries=queries, keys=keys, i=rows[:, None], j=columns[None, :], is_full=is_full)
 
 
 @triton.jit
@@ -146,36 +204,55 @@ def _tangent_of_bias(bias, head, i, j):
 
 
 @triton.jit
-def keys_of_block(lists, head, first_row, inputs, META: tl.constexpr):
-    # Returns the tiles of keys that a block of queries sees, a `TileRange`.
+def loops_of_queries(lists, head, first_row, inputs, META: tl.constexpr):
+    # Returns the tiles of keys that a block of queries sees, as `Loops`.
     visible = visible_range_of_keys(first_row, head.len_kv, head.shift, inputs.band, META)
-    return every_tile(visible, lists, head.b, head.h, first_row, META)
+    return key_loops(visible, lists, head.b, head.h, first_row, META)
 
 
 @triton.jit
-def queries_of_block(lists, head, n, inputs, META: tl.constexpr):
-    # Returns the tiles of queries that see a block of keys, a `TileRange`.
+def loops_of_keys(lists, head, n, inputs, META: tl.constexpr):
+    # Returns the tiles of queries that see a block of keys, as `Loops`.
     visible = visible_range_of_queries(n, head.len_q, head.shift, inputs.band, META)
-    return every_tile_of_queries(visible, lists, head.b, head.h, n, META)
+    return query_loops(visible, lists, head.b, head.h, n, META)
 
 
 @triton.jit
-def scored(args, queries, keys, is_full, head, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.constexpr):
-    # Returns a `Scored`. queries, keys: with the fields of `ScoredQueries` and `ScoredKeys`. args: has `inputs` and `tangents`.
+def _shown(p, pairs, head, inputs, MODS: tl.constexpr, IS_MASKED: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    # Returns p, 0 for a pair that a mask hides.
+    i, j = pairs.i, pairs.j
+    if IS_MASKED:
+        if not BY_KEYS:
+            p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
+        elif META.HAS_LEFT or META.HAS_RIGHT:
+            p = tl.where(visible_queries(i, j, head.shift, inputs.band, META), p, 0.0)
+        if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
+            p = tl.where(i < head.len_q, p, 0.0)
+    if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
+        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | pairs.is_full, p, 0.0)
+    return p
+
+
+@triton.jit
+def scored(
+    args,
+    pairs,
+    head,
+    MODS: tl.constexpr,
+    BENDS: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+    META: tl.constexpr,
+):
+    # Returns a `Scored`. args: has `inputs` and `tangents`. IS_MASKED: whether the band or the end may cut the tile.
     inputs, bias = args.inputs, args.tangents.bias
-    first_row, n = queries.first_row, keys.n
-    i = first_row + tl.arange(0, META.BLOCK_M)[:, None]
-    j = n + tl.arange(0, META.BLOCK_N)[None, :]
-    qk = product(queries.q, keys.k, None, META.QK1 > 0, META)
-    t_raw = product(queries.tq, keys.k, None, META.QK1 > 0, META)
-    t_raw = product(queries.q, keys.tk, t_raw, META.QK1 > 0, META)
+    queries, keys, i, j = pairs.queries, pairs.keys, pairs.i, pairs.j
+    qk = product(queries.q, keys.k, None, META.QK1 > 0, BY_KEYS, META)
+    t_raw = product(queries.tq, keys.k, None, META.QK1 > 0, BY_KEYS, META)
+    t_raw = product(queries.q, keys.tk, t_raw, META.QK1 > 0, BY_KEYS, META)
     s, factor, cap_tanh, score = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
-    p = tl.exp2(tl.fma(s, factor, -queries.lse_log2[:, None]))
-    p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
-    if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
-        p = tl.where(i < head.len_q, p, 0.0)
-    if META.HAS_MASK_MOD:
-        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, p, 0.0)
+    p = tl.exp2(tl.fma(s, factor, -along(queries.lse_log2, BY_KEYS)))
+    p = _shown(p, pairs, head, inputs, MODS, IS_MASKED, BY_KEYS, META)
     if bias.ptr is not None and META.HAS_PRE_SCALE_BIAS:
         t_raw += _tangent_of_bias(bias, head, i, j)
     t_raw *= inputs.scores.scale
@@ -190,7 +267,8 @@ def scored(args, queries, keys, is_full, head, MODS: tl.constexpr, BENDS: tl.con
         t_logit += _tangent_of_bias(bias, head, i, j)
     drop = 1.0
     if META.HAS_DROPOUT:
-        drop = tl.where(dropout_keep(inputs, head.b, head.h, first_row, n, META), inputs.dropout.keep_scale, 0.0)
+        keep = dropout_keep(inputs, head.b, head.h, queries.first_row, keys.n, META)
+        drop = tl.where(tl.trans(keep) if BY_KEYS else keep, inputs.dropout.keep_scale, 0.0)
     return Scored(p=p, t_raw=t_raw, t_score=t_score, t_logit=t_logit, score=score, cap_tanh=cap_tanh, drop=drop)
 
 
@@ -209,9 +287,17 @@ def load_sink_tangent(sink_ptr, h):
     return t_sink
 
 
-def tile_for(capability: int, row_bytes: int) -> Tile:
-    """Returns the tile for rows of this many bytes: a program holds up to seven tiles of rows in shared memory."""
+class Tiles(NamedTuple):
+    """The tiles of the kernels of tangents and second derivatives. Those for a bias and for captures have the tile of `queries`."""
+
+    tangent: Tile
+    queries: Tile
+    keys: Tile
+
+
+def tiles_for(capability: int, row_bytes: int) -> Tiles:
+    """Returns the tiles for rows of this many bytes: a program holds up to seven tiles of rows in shared memory."""
     if capability == 0:
-        return Tile(16, 16, 4, 1)
+        return Tiles(*(Tile(16, 16, 4, 1),) * 3)
     side = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    return Tile(side, side, 8 if side == 64 else 4, 1)
+    return Tiles(*(Tile(side, side, 4, 1),) * 3)
