@@ -1,8 +1,8 @@
 """The derivative of the backward along a direction: a kernel for the gradients of q and of the sink, another for k and v.
 
-One program sums each element in a fixed order, so the results are bitwise repeatable. A program of the first has a block of queries,
-and one of the second a block of keys with all query heads that share it. Two more kernels, for a bias and for captured tensors,
-compute the same tiles: `score_gradients`.
+One program sums each element in a fixed order, so the results are bitwise repeatable. Programs of the first have a block of
+queries, and programs of the second a block of keys with all query heads that share it. Two more kernels, for a bias and for
+captured tensors, compute the same tiles: `score_gradients`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.arguments import BlockMaskLists, Head, Inputs, Parts, Pointer, Rows
-from flexattn.kernels_triton.common.block_lists import first_loop, listed_tile
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Parts, Pointer, Rows
+from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
@@ -28,14 +28,14 @@ from flexattn.kernels_triton.second_order.tiles import (
     Tangents,
     add_product,
     along,
+    keys_of_block,
     load_lse,
     load_qk,
     load_sink_tangent,
     load_v,
-    loops_of_keys,
-    loops_of_queries,
     pairs_of,
     product,
+    queries_of_block,
     scored,
     store_parts,
 )
@@ -54,14 +54,14 @@ class Known(NamedTuple):
 class QueriesArguments(NamedTuple):
     known: Known
     lists: BlockMaskLists | None  # lists of key blocks
-    hq: Rows  # zeros
+    hq: Rows  # zeros if there are rows without a token, and so are hk and hv
     dsink_ptr: Pointer  # zeros [h, b * blocks of queries]: parts of the sink's gradient
 
 
 class KeysArguments(NamedTuple):
     known: Known
     lists: BlockMaskLists | None  # lists of query blocks
-    hk: Rows  # zeros, and so is hv
+    hk: Rows
     hv: Rows
 
 
@@ -101,54 +101,40 @@ class Derivatives(NamedTuple):
 
 
 @triton.jit
-def load_queries(args, place, CHECK: tl.constexpr, META: tl.constexpr):
-    # CHECK: whether rows may be past the end.
+def load_queries(args, place, META: tl.constexpr):
     inputs, sums = args.inputs, args.sums
     row = lse_row(place.b, place.h, inputs.num_heads, inputs.lengths_q.num_tokens, place.start, META)
     rows = place.first + tl.arange(0, META.BLOCK_M)
+    is_real = rows < place.length
     return Queries(
-        q=load_qk(inputs.q, place, META.BLOCK_M, CHECK, META),
-        tq=load_qk(args.tangents.q, place, META.BLOCK_M, CHECK, META),
-        dout=load_v(args.dout, place, META.BLOCK_M, CHECK, META),
+        q=load_qk(inputs.q, place, META.BLOCK_M, META),
+        tq=load_qk(args.tangents.q, place, META.BLOCK_M, META),
+        dout=load_v(args.dout, place, META.BLOCK_M, META),
         lse_log2=load_lse(args.lse_ptr, row, rows, place.length),
         first_row=place.first,
-        mu=_of_row(sums.mu_ptr, row, rows, place.length, CHECK),
-        scale=_of_row(sums.scale_ptr, row, rows, place.length, CHECK),
-        delta=_of_row(sums.delta_ptr, row, rows, place.length, CHECK),
-        tangent_delta=_of_row(sums.tangent_delta_ptr, row, rows, place.length, CHECK),
+        mu=tl.load(sums.mu_ptr + row + rows, mask=is_real, other=0.0),
+        scale=tl.load(sums.scale_ptr + row + rows, mask=is_real, other=0.0),
+        delta=tl.load(sums.delta_ptr + row + rows, mask=is_real, other=0.0),
+        tangent_delta=tl.load(sums.tangent_delta_ptr + row + rows, mask=is_real, other=0.0),
     )
 
 
 @triton.jit
-def _of_row(pointer, row, rows, length, CHECK: tl.constexpr):
-    return tl.load(pointer + row + rows, mask=rows < length, other=0.0) if CHECK else tl.load(pointer + row + rows)
-
-
-@triton.jit
-def load_keys(args, place, CHECK: tl.constexpr, META: tl.constexpr):
+def load_keys(args, place, META: tl.constexpr):
     inputs, tangents = args.inputs, args.tangents
     return Keys(
-        k=load_qk(inputs.k, place, META.BLOCK_N, CHECK, META),
-        tk=load_qk(tangents.k, place, META.BLOCK_N, CHECK, META),
-        v=load_v(inputs.v, place, META.BLOCK_N, CHECK, META),
-        tv=load_v(tangents.v, place, META.BLOCK_N, CHECK, META),
+        k=load_qk(inputs.k, place, META.BLOCK_N, META),
+        tk=load_qk(tangents.k, place, META.BLOCK_N, META),
+        v=load_v(inputs.v, place, META.BLOCK_N, META),
+        tv=load_v(tangents.v, place, META.BLOCK_N, META),
         n=place.first,
     )
 
 
 @triton.jit
-def derivatives(
-    args,
-    pairs,
-    head,
-    MODS: tl.constexpr,
-    BENDS: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    META: tl.constexpr,
-):
+def derivatives(args, pairs, head, MODS: tl.constexpr, BENDS: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
     queries, keys, i, j = pairs.queries, pairs.keys, pairs.i, pairs.j
-    tile = scored(args, pairs, head, MODS, BENDS, IS_MASKED, BY_KEYS, META)
+    tile = scored(args, pairs, head, MODS, BENDS, BY_KEYS, META)
     p = tile.p
     if META.NORMALIZES:
         p *= along(queries.scale, BY_KEYS)
@@ -175,31 +161,6 @@ def derivatives(
     return Derivatives(dlogit=dlogit, t_dlogit=t_dlogit, dscore=dscore, t_dscore=t_dscore, t_weights=t_weights, scored=tile)
 
 
-class QueryBlock(NamedTuple):
-    """A block of queries, and the place of its keys, inside a kernel."""
-
-    head: Head
-    h_kv: tl.tensor
-    start_kv: tl.tensor
-    queries: Queries
-
-
-@triton.jit
-def _queries_loop(hq, block, tiles, args, MODS: tl.constexpr, BENDS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
-    head = block.head
-    hq0, hq1 = hq.first, hq.second
-    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):
-        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)
-        place = Place(b=head.b, h=block.h_kv, start=block.start_kv, first=n, length=head.len_kv)
-        keys = load_keys(args, place, IS_MASKED, META)
-        pairs = pairs_of(block.queries, keys, is_full, False, META)
-        found = derivatives(args, pairs, head, MODS, BENDS, IS_MASKED, False, META)
-        hq0 = add_product(add_product(hq0, found.t_dscore, keys.k.first, META), found.dscore, keys.tk.first, META)
-        if META.QK1 > 0:
-            hq1 = add_product(add_product(hq1, found.t_dscore, keys.k.second, META), found.dscore, keys.tk.second, META)
-    return Parts(first=hq0, second=hq1)
-
-
 @kernel
 def _attn_double_queries_kernel(args: QueriesArguments, BENDS: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr):
     inputs = args.known.inputs
@@ -212,52 +173,25 @@ def _attn_double_queries_kernel(args: QueriesArguments, BENDS: tl.constexpr, MOD
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
-    queries = load_queries(args.known, place, True, META)
-    own_block = QueryBlock(head=head, h_kv=h // inputs.group_size, start_kv=start_kv, queries=queries)
-    hq = zero_parts(META.BLOCK_M, META.QK0, META.QK1)
-    loops = loops_of_queries(args.lists, head, first_row, inputs, META)
-    for LOOP in tl.static_range(first_loop(META.HAS_LEFT, META.BLOCK_SIZE_Q), 3):
-        hq = _queries_loop(hq, own_block, loops[LOOP], args.known, MODS, BENDS, LOOP != 1, META)
+    queries = load_queries(args.known, place, META)
+    hq0, hq1 = zero_parts(META.BLOCK_M, META.QK0, META.QK1)
+    tiles = keys_of_block(args.lists, head, first_row, inputs, META)
+    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)
+        key_place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
+        keys = load_keys(args.known, key_place, META)
+        found = derivatives(args.known, pairs_of(queries, keys, is_full, False, META), head, MODS, BENDS, False, META)
+        hq0 = add_product(add_product(hq0, found.t_dscore, keys.k.first, META), found.dscore, keys.tk.first, META)
+        if META.QK1 > 0:
+            hq1 = add_product(add_product(hq1, found.t_dscore, keys.k.second, META), found.dscore, keys.tk.second, META)
     scale = inputs.scores.scale
-    hq = Parts(first=hq.first * scale, second=hq.second * scale)
+    hq = Parts(first=hq0 * scale, second=hq1 * scale)
     store_parts(args.hq, hq, place, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
     if META.HAS_OFFSET:
         p_sink = tl.exp2(load_sink(inputs.softmax_offset_ptr, h, LOG2E, META) - queries.lse_log2) * queries.scale
         t_sink = load_sink_tangent(args.known.tangents.sink_ptr, h)
         part = p_sink * ((t_sink - queries.mu) * queries.delta + queries.tangent_delta)
         tl.store(args.dsink_ptr + (h * inputs.lengths_q.batch + b) * own.blocks + block, -tl.sum(part, 0))
-
-
-class KeyBlock(NamedTuple):
-    """A block of keys, and the place of queries that see it, inside a kernel."""
-
-    head: Head
-    start_q: tl.tensor
-    keys: Keys
-
-
-class KeySums(NamedTuple):
-    hk: Parts
-    hv: Parts
-
-
-@triton.jit
-def _keys_loop(sums, block, tiles, args, MODS: tl.constexpr, BENDS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
-    head = block.head
-    hk0, hk1, hv0, hv1 = sums.hk.first, sums.hk.second, sums.hv.first, sums.hv.second
-    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_M):
-        first_row, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, META.BLOCK_M)
-        place = Place(b=head.b, h=head.h, start=block.start_q, first=first_row, length=head.len_q)
-        queries = load_queries(args, place, IS_MASKED, META)
-        pairs = pairs_of(queries, block.keys, is_full, True, META)
-        found = derivatives(args, pairs, head, MODS, BENDS, IS_MASKED, True, META)
-        hk0 = add_product(add_product(hk0, found.t_dscore, queries.q.first, META), found.dscore, queries.tq.first, META)
-        hv0 = add_product(hv0, found.t_weights, queries.dout.first, META)
-        if META.QK1 > 0:
-            hk1 = add_product(add_product(hk1, found.t_dscore, queries.q.second, META), found.dscore, queries.tq.second, META)
-        if META.V1 > 0:
-            hv1 = add_product(hv1, found.t_weights, queries.dout.second, META)
-    return KeySums(hk=Parts(first=hk0, second=hk1), hv=Parts(first=hv0, second=hv1))
 
 
 @kernel
@@ -274,16 +208,25 @@ def _attn_double_keys_kernel(args: KeysArguments, BENDS: tl.constexpr, MODS: tl.
         return
     shift = (len_kv - len_q) * inputs.band.bottom_right
     place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
-    keys = load_keys(args.known, place, True, META)
-    hk, hv = zero_parts(META.BLOCK_N, META.QK0, META.QK1), zero_parts(META.BLOCK_N, META.V0, META.V1)
-    sums = KeySums(hk=hk, hv=hv)
+    keys = load_keys(args.known, place, META)
+    hk0, hk1 = zero_parts(META.BLOCK_N, META.QK0, META.QK1)
+    hv0, hv1 = zero_parts(META.BLOCK_N, META.V0, META.V1)
     for head_of_group in range(inputs.group_size):
-        head = head_of(inputs.scores, b, h_kv * inputs.group_size + head_of_group, len_q, len_kv, shift, MODS, META)
-        own_block = KeyBlock(head=head, start_q=start_q, keys=keys)
-        loops = loops_of_keys(args.lists, head, n, inputs, META)
-        for LOOP in tl.static_range(first_loop(META.HAS_RIGHT, META.BLOCK_SIZE_Q), 3):
-            sums = _keys_loop(sums, own_block, loops[LOOP], args.known, MODS, BENDS, LOOP != 1, META)
+        h = h_kv * inputs.group_size + head_of_group
+        head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
+        tiles = queries_of_block(args.lists, head, n, inputs, META)
+        for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_M):
+            first_row, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, META.BLOCK_M)
+            query_place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
+            queries = load_queries(args.known, query_place, META)
+            found = derivatives(args.known, pairs_of(queries, keys, is_full, True, META), head, MODS, BENDS, True, META)
+            hk0 = add_product(add_product(hk0, found.t_dscore, queries.q.first, META), found.dscore, queries.tq.first, META)
+            hv0 = add_product(hv0, found.t_weights, queries.dout.first, META)
+            if META.QK1 > 0:
+                hk1 = add_product(add_product(hk1, found.t_dscore, queries.q.second, META), found.dscore, queries.tq.second, META)
+            if META.V1 > 0:
+                hv1 = add_product(hv1, found.t_weights, queries.dout.second, META)
     scale = inputs.scores.scale
-    hk = Parts(first=sums.hk.first * scale, second=sums.hk.second * scale)
+    hk = Parts(first=hk0 * scale, second=hk1 * scale)
     store_parts(args.hk, hk, place, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
-    store_parts(args.hv, sums.hv, place, META.V0, META.V1, META.HEAD_DIM_V, META)
+    store_parts(args.hv, Parts(first=hv0, second=hv1), place, META.V0, META.V1, META.HEAD_DIM_V, META)

@@ -87,12 +87,14 @@ def tiles_of(problem: Problem) -> Tiles:
 
 
 def attention_tangent(call: Modified, along: Along, incoming: Incoming, tout: Tensor, tile: Tile | None = None) -> RowSums:
-    """Writes the tangent of out, given as zeros in out's layout. Returns numbers of each query: `mu_ptr` is the tangent of lse."""
+    """Writes the tangent of out into `tout`, in out's layout. Returns numbers of each query: `mu_ptr` is the tangent of lse."""
     x = call.problem
     tile = tile or tiles_of(x).tangent
     lse, dout, dlse = incoming
-    mu, scale = torch.zeros_like(lse), torch.zeros_like(lse)
-    delta, tangent_delta = (None, None) if dout is None else (torch.zeros_like(lse), torch.zeros_like(lse))
+    if x.has_lengths:
+        tout.zero_()
+    mu, scale = _blank(x, lse), _blank(x, lse)
+    delta, tangent_delta = (None, None) if dout is None else (_blank(x, lse), _blank(x, lse))
     sums = RowSums(mu_ptr=mu, scale_ptr=scale, delta_ptr=delta, tangent_delta_ptr=tangent_delta)
     meta = x.meta(tile, (*along[:3], tout, *(() if dout is None else (dout,))))
     args = TangentArguments(
@@ -118,7 +120,7 @@ def attention_double_backward(
     tiles = tiles or tiles_of(x)
     assert incoming.dout is not None
     sums = attention_tangent(call, along, incoming, tout, tiles.tangent)
-    hq, hk, hv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
+    hq, hk, hv = (_blank(x, t) for t in (x.q, x.k, x.v))
     blocks = cdiv(x.longest_q, tiles.queries.block_m)
     dsink = None
     if x.softmax_offset is not None:
@@ -182,6 +184,12 @@ def _capture_gradients(call: Modified, known: Known, wanted: Wanted, meta: Meta,
 
     addends = 2 * x.batch * x.num_heads * x.longest_q * x.longest_kv
     sum_addends(run, [wanted.captures[i] for i in both], wanted.deterministic, addends)
+
+
+def _blank(x: Problem, like: Tensor) -> Tensor:
+    """Returns contiguous memory for a result: zeros if there may be rows without a token, which no kernel writes."""
+    new = torch.zeros_like if x.has_lengths else torch.empty_like
+    return new(like, memory_format=torch.contiguous_format)
 
 
 def _tangents(along: Along, batch: int, meta: Meta) -> Tangents:

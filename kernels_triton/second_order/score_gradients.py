@@ -8,13 +8,12 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.common.arguments import BlockKinds, BlockMaskLists, Pointer
-from flexattn.kernels_triton.common.band import visible_range_of_keys
-from flexattn.kernels_triton.common.block_lists import every_tile, listed_tile
+from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.sequences import load_sequence, program_of_queries
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.double_backward import Known, derivatives, load_keys, load_queries
-from flexattn.kernels_triton.second_order.tiles import Place, pairs_of
+from flexattn.kernels_triton.second_order.tiles import Place, keys_of_block, pairs_of
 
 
 class BiasArguments(NamedTuple):
@@ -81,9 +80,9 @@ def _attn_double_bias_kernel(
                 head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
                 place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
                 key_place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
-                queries, keys = load_queries(args.known, place, True, META), load_keys(args.known, key_place, True, META)
+                queries, keys = load_queries(args.known, place, META), load_keys(args.known, key_place, META)
                 pairs = pairs_of(queries, keys, is_full, False, META)
-                found = derivatives(args.known, pairs, head, MODS, BENDS, True, False, META)
+                found = derivatives(args.known, pairs, head, MODS, BENDS, False, META)
                 total += found.t_dscore * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else found.t_dlogit
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -117,15 +116,14 @@ def _attn_double_captures_kernel(
         return
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
-    queries = load_queries(args.known, Place(b=b, h=h, start=start_q, first=first_row, length=len_q), True, META)
-    visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
-    tiles = every_tile(visible, args.lists, b, h, first_row, META)
+    queries = load_queries(args.known, Place(b=b, h=h, start=start_q, first=first_row, length=len_q), META)
+    tiles = keys_of_block(args.lists, head, first_row, inputs, META)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)
         place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
-        keys = load_keys(args.known, place, True, META)
+        keys = load_keys(args.known, place, META)
         pairs = pairs_of(queries, keys, is_full, False, META)
-        found = derivatives(args.known, pairs, head, MODS, BENDS, True, False, META)
+        found = derivatives(args.known, pairs, head, MODS, BENDS, False, META)
         i, j = pairs.i, pairs.j
         score = found.scored.score
         if MODS.accumulate is not None:

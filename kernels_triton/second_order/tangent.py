@@ -12,8 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.arguments import BlockMaskLists, Head, Inputs, Parts, Pointer, Rows
-from flexattn.kernels_triton.common.block_lists import first_loop, listed_tile
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Parts, Pointer, Rows
+from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
@@ -28,11 +28,11 @@ from flexattn.kernels_triton.second_order.tiles import (
     ScoredQueries,
     Tangents,
     add_product,
+    keys_of_block,
     load_lse,
     load_qk,
     load_sink_tangent,
     load_v,
-    loops_of_queries,
     pairs_of,
     scored,
     store_parts,
@@ -45,7 +45,7 @@ class TangentArguments(NamedTuple):
     lse_ptr: Pointer
     dout: Rows | None  # None: without delta and its tangent
     dlse_ptr: Pointer
-    tout: Rows  # zeros
+    tout: Rows  # zeros if there are rows without a token
     lists: BlockMaskLists | None  # lists of key blocks
     sums: RowSums
 
@@ -57,25 +57,6 @@ class Sums(NamedTuple):
     tangent: tl.tensor  # sum of p (t - mean) v + p tv
 
 
-class Softmax(NamedTuple):
-    """Sums over the keys so far, inside a kernel."""
-
-    first: Sums
-    second: Sums  # for the second part of v's head dim
-    mu: tl.tensor  # sum of p t
-    total: tl.tensor  # sum of p
-    mean: tl.tensor  # mu / total, which the sums of tangents are relative to
-
-
-class Block(NamedTuple):
-    """A block of queries, and the place of its keys, inside a kernel."""
-
-    head: Head
-    h_kv: tl.tensor
-    start_kv: tl.tensor
-    queries: ScoredQueries
-
-
 @triton.jit
 def _add(sums, p, weighted, step, v, tv, META: tl.constexpr):
     # step: the change of the mean, which the tangent so far is moved to
@@ -83,35 +64,10 @@ def _add(sums, p, weighted, step, v, tv, META: tl.constexpr):
     return Sums(out=add_product(sums.out, p, v, META), tangent=add_product(tangent, p, tv, META))
 
 
-@triton.jit
-def _tangent_loop(sums, block, tiles, args, MODS: tl.constexpr, BENDS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
-    BLOCK_N: tl.constexpr = META.BLOCK_N
-    inputs, tangents, head = args.inputs, args.tangents, block.head
-    sums0, sums1, mu, total, mean = sums.first, sums.second, sums.mu, sums.total, sums.mean
-    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
-        place = Place(b=head.b, h=block.h_kv, start=block.start_kv, first=n, length=head.len_kv)
-        k = load_qk(inputs.k, place, BLOCK_N, IS_MASKED, META)
-        tk = load_qk(tangents.k, place, BLOCK_N, IS_MASKED, META)
-        pairs = pairs_of(block.queries, ScoredKeys(k=k, tk=tk, n=n), is_full, False, META)
-        tile = scored(args, pairs, head, MODS, BENDS, IS_MASKED, False, META)
-        v = load_v(inputs.v, place, BLOCK_N, IS_MASKED, META)
-        tv = load_v(tangents.v, place, BLOCK_N, IS_MASKED, META)
-        total += tl.sum(tile.p, 1)
-        mu += tl.sum(tile.p * tile.t_logit, 1)
-        new_mean = mu / tl.where(total == 0.0, 1.0, total)
-        p = tile.p * tile.drop
-        weighted = p * (tile.t_logit - new_mean[:, None])
-        sums0 = _add(sums0, p, weighted, new_mean - mean, v.first, tv.first, META)
-        if META.V1 > 0:
-            sums1 = _add(sums1, p, weighted, new_mean - mean, v.second, tv.second, META)
-        mean = new_mean
-    return Softmax(first=sums0, second=sums1, mu=mu, total=total, mean=mean)
-
-
 @kernel
 def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
     V0: tl.constexpr = META.V0
     V1: tl.constexpr = META.V1
     inputs, tangents = args.inputs, args.tangents
@@ -131,21 +87,36 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
-    q = load_qk(inputs.q, place, BLOCK_M, True, META)
-    tq = load_qk(tangents.q, place, BLOCK_M, True, META)
+    q = load_qk(inputs.q, place, BLOCK_M, META)
+    tq = load_qk(tangents.q, place, BLOCK_M, META)
     row = lse_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
     lse_log2 = load_lse(args.lse_ptr, row, rows, len_q)
     queries = ScoredQueries(q=q, tq=tq, lse_log2=lse_log2, first_row=first_row)
-    own_block = Block(head=head, h_kv=h // inputs.group_size, start_kv=start_kv, queries=queries)
 
     acc = zero_parts(BLOCK_M, V0, V1)
-    zeros = tl.zeros([BLOCK_M], tl.float32)
-    first, second = Sums(out=acc.first, tangent=acc.first), Sums(out=acc.second, tangent=acc.second)
-    sums = Softmax(first=first, second=second, mu=zeros, total=zeros, mean=zeros)
-    loops = loops_of_queries(args.lists, head, first_row, inputs, META)
-    for LOOP in tl.static_range(first_loop(META.HAS_LEFT, META.BLOCK_SIZE_Q), 3):
-        sums = _tangent_loop(sums, own_block, loops[LOOP], args, MODS, BENDS, LOOP != 1, META)
-    sums0, sums1, mu, total = sums.first, sums.second, sums.mu, sums.total
+    sums0, sums1 = Sums(out=acc.first, tangent=acc.first), Sums(out=acc.second, tangent=acc.second)
+    mu = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mean = tl.zeros([BLOCK_M], tl.float32)
+    tiles = keys_of_block(args.lists, head, first_row, inputs, META)
+    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
+        key_place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
+        k = load_qk(inputs.k, key_place, BLOCK_N, META)
+        tk = load_qk(tangents.k, key_place, BLOCK_N, META)
+        pairs = pairs_of(queries, ScoredKeys(k=k, tk=tk, n=n), is_full, False, META)
+        tile = scored(args, pairs, head, MODS, BENDS, False, META)
+        v = load_v(inputs.v, key_place, BLOCK_N, META)
+        tv = load_v(tangents.v, key_place, BLOCK_N, META)
+        total += tl.sum(tile.p, 1)
+        mu += tl.sum(tile.p * tile.t_logit, 1)
+        new_mean = mu / tl.where(total == 0.0, 1.0, total)
+        p = tile.p * tile.drop
+        weighted = p * (tile.t_logit - new_mean[:, None])
+        sums0 = _add(sums0, p, weighted, new_mean - mean, v.first, tv.first, META)
+        if V1 > 0:
+            sums1 = _add(sums1, p, weighted, new_mean - mean, v.second, tv.second, META)
+        mean = new_mean
     if META.HAS_SINK:
         p_sink = tl.exp2(load_sink(inputs.softmax_offset_ptr, h, LOG2E, META) - lse_log2)
         total += p_sink
@@ -155,14 +126,14 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
     mu *= scale
     tl.store(args.sums.mu_ptr + row + rows, mu, mask=rows < len_q)
     tl.store(args.sums.scale_ptr + row + rows, scale, mask=rows < len_q)
-    rest = (sums.mean - mu)[:, None]
+    rest = (mean - mu)[:, None]
     tout0 = (sums0.tangent + rest * sums0.out) * scale[:, None]
     tout1 = tout0
     if V1 > 0:
         tout1 = (sums1.tangent + rest * sums1.out) * scale[:, None]
     store_parts(args.tout, Parts(first=tout0, second=tout1), place, META.V0, META.V1, META.HEAD_DIM_V, META)
     if args.dout.ptr is not None:
-        dout = load_v(args.dout, place, BLOCK_M, True, META)
+        dout = load_v(args.dout, place, BLOCK_M, META)
         delta = tl.sum(sums0.out * dout.first.to(tl.float32), 1)
         tangent_delta = tl.sum(tout0 * dout.first.to(tl.float32), 1)
         if V1 > 0:

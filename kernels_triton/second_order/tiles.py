@@ -19,7 +19,7 @@ from flexattn.kernels_triton.common.band import (
     visible_range_of_keys,
     visible_range_of_queries,
 )
-from flexattn.kernels_triton.common.block_lists import key_loops, query_loops
+from flexattn.kernels_triton.common.block_lists import every_tile, every_tile_of_queries
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.scores import logits
@@ -108,22 +108,13 @@ class Scored(NamedTuple):
 
 
 @triton.jit
-def load_parts(
-    x,
-    place: Place,
-    ROWS: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    D: tl.constexpr,
-    CHECK: tl.constexpr,
-    META: tl.constexpr,
-):
+def load_parts(x, place: Place, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, META: tl.constexpr):
     pointer = row_pointer(x, place.b, place.h, place.start + place.first, META)
     _, offsets = row_steps(x.stride_s, ROWS, META)
-    part0 = load_tile(pointer, offsets, place.first, place.length, 0, D0, D, CHECK)
+    part0 = load_tile(pointer, offsets, place.first, place.length, 0, D0, D, True)
     part1 = part0
     if D1 > 0:
-        part1 = load_tile(pointer, offsets, place.first, place.length, D0, D1, D, CHECK)
+        part1 = load_tile(pointer, offsets, place.first, place.length, D0, D1, D, True)
     return Parts(first=part0, second=part1)
 
 
@@ -137,15 +128,15 @@ def store_parts(x, parts: Parts, place: Place, D0: tl.constexpr, D1: tl.constexp
 
 
 @triton.jit
-def load_qk(x, place: Place, ROWS: tl.constexpr, CHECK: tl.constexpr, META: tl.constexpr):
-    # Loads rows of q, of k or of their tangents. CHECK: whether rows may be past the end.
-    return load_parts(x, place, ROWS, META.QK0, META.QK1, META.HEAD_DIM_QK, CHECK, META)
+def load_qk(x, place: Place, ROWS: tl.constexpr, META: tl.constexpr):
+    # Loads rows of q, of k or of their tangents.
+    return load_parts(x, place, ROWS, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
 
 
 @triton.jit
-def load_v(x, place: Place, ROWS: tl.constexpr, CHECK: tl.constexpr, META: tl.constexpr):
+def load_v(x, place: Place, ROWS: tl.constexpr, META: tl.constexpr):
     # Loads rows of v, of out or of their tangents.
-    return load_parts(x, place, ROWS, META.V0, META.V1, META.HEAD_DIM_V, CHECK, META)
+    return load_parts(x, place, ROWS, META.V0, META.V1, META.HEAD_DIM_V, META)
 
 
 @triton.jit
@@ -204,47 +195,38 @@ def _tangent_of_bias(bias, head, i, j):
 
 
 @triton.jit
-def loops_of_queries(lists, head, first_row, inputs, META: tl.constexpr):
-    # Returns the tiles of keys that a block of queries sees, as `Loops`.
+def keys_of_block(lists, head, first_row, inputs, META: tl.constexpr):
+    # Returns the tiles of keys that a block of queries sees, a `TileRange`. They are for one loop, which masks each tile: a second
+    # loop for tiles that need no mask makes ptxas serialise wgmma (C7515), and costs registers, which are scarce.
     visible = visible_range_of_keys(first_row, head.len_kv, head.shift, inputs.band, META)
-    return key_loops(visible, lists, head.b, head.h, first_row, META)
+    return every_tile(visible, lists, head.b, head.h, first_row, META)
 
 
 @triton.jit
-def loops_of_keys(lists, head, n, inputs, META: tl.constexpr):
-    # Returns the tiles of queries that see a block of keys, as `Loops`.
+def queries_of_block(lists, head, n, inputs, META: tl.constexpr):
+    # Returns the tiles of queries that see a block of keys, a `TileRange`.
     visible = visible_range_of_queries(n, head.len_q, head.shift, inputs.band, META)
-    return query_loops(visible, lists, head.b, head.h, n, META)
+    return every_tile_of_queries(visible, lists, head.b, head.h, n, META)
 
 
 @triton.jit
-def _shown(p, pairs, head, inputs, MODS: tl.constexpr, IS_MASKED: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
+def _shown(p, pairs, head, inputs, MODS: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
     # Returns p, 0 for a pair that a mask hides.
     i, j = pairs.i, pairs.j
-    if IS_MASKED:
-        if not BY_KEYS:
-            p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
-        elif META.HAS_LEFT or META.HAS_RIGHT:
-            p = tl.where(visible_queries(i, j, head.shift, inputs.band, META), p, 0.0)
-        if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
-            p = tl.where(i < head.len_q, p, 0.0)
-    if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
+    if not BY_KEYS:
+        p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
+    elif META.HAS_LEFT or META.HAS_RIGHT:
+        p = tl.where(visible_queries(i, j, head.shift, inputs.band, META), p, 0.0)
+    if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
+        p = tl.where(i < head.len_q, p, 0.0)
+    if META.HAS_MASK_MOD:
         p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | pairs.is_full, p, 0.0)
     return p
 
 
 @triton.jit
-def scored(
-    args,
-    pairs,
-    head,
-    MODS: tl.constexpr,
-    BENDS: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    META: tl.constexpr,
-):
-    # Returns a `Scored`. args: has `inputs` and `tangents`. IS_MASKED: whether the band or the end may cut the tile.
+def scored(args, pairs, head, MODS: tl.constexpr, BENDS: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    # Returns a `Scored`. args: has `inputs` and `tangents`.
     inputs, bias = args.inputs, args.tangents.bias
     queries, keys, i, j = pairs.queries, pairs.keys, pairs.i, pairs.j
     qk = product(queries.q, keys.k, None, META.QK1 > 0, BY_KEYS, META)
@@ -252,7 +234,7 @@ def scored(
     t_raw = product(queries.q, keys.tk, t_raw, META.QK1 > 0, BY_KEYS, META)
     s, factor, cap_tanh, score = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
     p = tl.exp2(tl.fma(s, factor, -along(queries.lse_log2, BY_KEYS)))
-    p = _shown(p, pairs, head, inputs, MODS, IS_MASKED, BY_KEYS, META)
+    p = _shown(p, pairs, head, inputs, MODS, BY_KEYS, META)
     if bias.ptr is not None and META.HAS_PRE_SCALE_BIAS:
         t_raw += _tangent_of_bias(bias, head, i, j)
     t_raw *= inputs.scores.scale
@@ -296,8 +278,15 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(capability: int, row_bytes: int) -> Tiles:
-    """Returns the tiles for rows of this many bytes: a program holds up to seven tiles of rows in shared memory."""
+    """Returns the tiles for rows of this many bytes: a program holds up to seven tiles of rows in shared memory.
+
+    A warpgroup of 9.0 has 64 rows of a product. Registers are scarce: a thread has up to four numbers of each score, and sums.
+    """
     if capability == 0:
         return Tiles(*(Tile(16, 16, 4, 1),) * 3)
+    if 90 <= capability < 100 and row_bytes <= 160:
+        return Tiles(tangent=Tile(64, 64, 4, 2), queries=Tile(64, 64, 4, 1), keys=Tile(32, 64, 4, 2))
+    if 90 <= capability < 100 and row_bytes <= 256:
+        return Tiles(tangent=Tile(128, 64, 8, 2), queries=Tile(128, 64, 8, 2), keys=Tile(32, 128, 8, 2))
     side = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    return Tiles(*(Tile(side, side, 4, 1),) * 3)
+    return Tiles(*(Tile(side, side, 8 if side == 64 else 4, 1),) * 3)
