@@ -39,8 +39,8 @@ WORST = 2.0**-6  # |got - first| / |first| in the Euclidean norm: several times 
 
 TILES: dict[str, Sequence[tuple[int, ...]]] = {  # queries and keys of a block, warps, stages
     "tangent": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 1), (128, 64, 8, 2)),
-    "queries": ((64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 1), (128, 32, 8, 2)),
-    "keys": ((32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 1)),
+    "queries": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (128, 64, 8, 1), (128, 32, 8, 2)),
+    "keys": ((32, 128, 8, 2), (32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 8, 1)),
 }
 
 
@@ -116,7 +116,7 @@ def candidates(kernel: str, shape: tuple[int, ...], device: str = "cuda", tiles:
     attention_forward(call.problem, torch.empty_like(q), lse)
     found = []
     for tile in tiles[kernel]:
-        used = second.Tiles(*(Tile(*(tile if name == kernel else tiles[name][0])) for name in second.Tiles._fields))
+        used = second.Tiles(*(Tile(*(tile if name == kernel else tiles[name][0])) for name in (*TILES, "tangent")))
         incoming, tout = launch.Incoming(lse, dout), torch.empty_like(q)
         with recorded_launches() as launches:
             _, gradients = launch.attention_double_backward(call, along, incoming, tout, launch.Wanted(), used)

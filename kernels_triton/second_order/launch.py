@@ -81,9 +81,10 @@ class Modified(NamedTuple):
 
 def tiles_of(problem: Problem) -> Tiles:
     """Returns the kernels' tiles for a problem."""
-    width = max(problem.head_dims - problem.v.shape[-1], problem.v.shape[-1])
-    tiles = tiles_for(capability_of(problem.device), width * problem.q.element_size())
-    return Tiles(*map(problem.cut, tiles))
+    x = problem
+    is_plain = not (x.is_loaded or x.is_modified)
+    tiles = tiles_for(capability_of(x.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), is_plain)
+    return Tiles(*map(x.cut, tiles))
 
 
 def attention_tangent(call: Modified, along: Along, incoming: Incoming, tout: Tensor, tile: Tile | None = None) -> RowSums:
@@ -139,9 +140,12 @@ def attention_double_backward(
     by_queries = QueriesArguments(known, x.lists("kv"), rows(hq, meta), dsink)
     programs = blocks * x.num_heads * x.batch
     launch(_attn_double_queries_kernel, programs, x.device, tiles.queries, (by_queries, call.bends, x.mods, meta))
-    bias = _bias_gradient(call, known, meta, tiles.queries) if wanted.bias else None
-    if programs and (wanted.reached or wanted.bent):
-        _capture_gradients(call, known, wanted, meta, tiles.queries)
+    has_captures = bool(programs and (wanted.reached or wanted.bent))
+    if wanted.bias or has_captures:
+        known, meta = known_of(tiles.scores)
+    bias = _bias_gradient(call, known, meta, tiles.scores) if wanted.bias else None
+    if has_captures:
+        _capture_gradients(call, known, wanted, meta, tiles.scores)
     return sums, SecondGradients(hq, hk, hv, None if dsink is None else dsink.sum(1), bias)
 
 

@@ -270,23 +270,27 @@ def load_sink_tangent(sink_ptr, h):
 
 
 class Tiles(NamedTuple):
-    """The tiles of the kernels of tangents and second derivatives. Those for a bias and for captures have the tile of `queries`."""
+    """The tiles of the kernels of tangents and second derivatives."""
 
     tangent: Tile
     queries: Tile
     keys: Tile
+    scores: Tile  # of the kernels for a bias and for captured tensors
 
 
-def tiles_for(capability: int, row_bytes: int) -> Tiles:
-    """Returns the tiles for rows of this many bytes: a program holds up to seven tiles of rows in shared memory.
+def tiles_for(capability: int, head_dim: int, element_size: int, is_plain: bool) -> Tiles:
+    """Returns the tiles for rows of this size: a program holds up to seven tiles of rows in shared memory.
 
-    A warpgroup of 9.0 has 64 rows of a product. Registers are scarce: a thread has up to four numbers of each score, and sums.
+    is_plain: whether nothing is loaded or computed for each score, such as a bias, dropout or a mod.
     """
-    if capability == 0:
-        return Tiles(*(Tile(16, 16, 4, 1),) * 3)
-    if 90 <= capability < 100 and row_bytes <= 160:
-        return Tiles(tangent=Tile(64, 64, 4, 2), queries=Tile(64, 64, 4, 1), keys=Tile(32, 64, 4, 2))
-    if 90 <= capability < 100 and row_bytes <= 256:
-        return Tiles(tangent=Tile(128, 64, 8, 2), queries=Tile(128, 64, 8, 2), keys=Tile(32, 128, 8, 2))
-    side = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    return Tiles(*(Tile(side, side, 8 if side == 64 else 4, 1),) * 3)
+    row_bytes = head_dim * element_size
+    side = 16 if capability == 0 else 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    scores = Tile(side, side, 8 if side == 64 else 4, 1)
+    if 90 <= capability < 100 and element_size == 2 and head_dim <= 128:
+        # A product of wgmma has 64 rows or more for four warps. Registers are scarce: sums, and up to four numbers for each score.
+        if head_dim <= 80:
+            return Tiles(tangent=Tile(64, 64, 4, 2), queries=Tile(64, 64, 4, 2), keys=Tile(32, 128, 8, 2), scores=scores)
+        if is_plain:
+            return Tiles(tangent=Tile(128, 64, 8, 2), queries=Tile(128, 64, 8, 2), keys=Tile(32, 128, 8, 2), scores=scores)
+        return Tiles(tangent=Tile(64, 32, 4, 2), queries=Tile(64, 32, 4, 2), keys=Tile(32, 64, 4, 2), scores=scores)
+    return Tiles(scores, scores, scores, scores)

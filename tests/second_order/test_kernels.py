@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import attention, create_block_mask
@@ -226,11 +228,58 @@ def test_explain_names_the_kernels_of_derivatives() -> None:
     assert told(backend="eager", fp8_recipe=flexattn.fp8.Recipe()) == ""
 
 
+class _Reads(TorchDispatchMode):
+    """Counts the operations that wait for the device, which a CUDA graph cannot contain."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func) in ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default")
+        return func(*args, **kwargs or {})
+
+
+def test_launches_wait_for_no_device() -> None:
+    spec, x, along, dout, dlse = make("captures of first order, bias, dropout", torch.bfloat16)
+    lse, wanted = torch.zeros(2, 4, 19, device=DEVICE), [t is not None for t in along]
+    mod = mod_of(spec, along, wanted)
+    with recorded_launches() as launches, _Reads() as reads:
+        triton_second_order.double_backward(spec, x, triton_second_order.Given(lse, dout, dlse), along, wanted, mod)
+        assert not reads.count
+        torch.ones(1).item()
+    assert reads.count == 1
+    assert len(launches) == 6  # a tangent, k with v, q, the bias, two for captures
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_captured_in_a_cuda_graph() -> None:
+    attend = functools.partial(attention, deterministic=True)
+    q, *along = (randn(2, 64, 2, 64 + n).bfloat16()[..., :64].contiguous() for n in range(4))
+
+    def run() -> tuple[Any, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, q, q)]
+        gradients = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+        return *torch.func.jvp(attend, (q, q, q), tuple(along)), *torch.autograd.grad(gradients, leaves, along)
+
+    wanted = run()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = run()
+    for t in found:
+        t.detach().zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.slow
 def test_these_kernels_compile_without_a_block_mask() -> None:
     """Without a block mask the kernels' loops are others, and Triton 3.6 refuses more than later releases."""
     x = torch.zeros(1, 200, 4, 64, dtype=torch.bfloat16)
-    call, along, tiles = Modified(Problem(x, x, x, softmax_scale=0.1)), Along(x, x, x), tiles_for(90, 128)
+    call, along, tiles = Modified(Problem(x, x, x, softmax_scale=0.1)), Along(x, x, x), tiles_for(90, 64, 2, is_plain=True)
     with pretended_device(90, 132), recorded_launches() as launches:
         attention_double_backward(call, along, Incoming(torch.zeros(1, 4, 200), x), torch.zeros_like(x), Wanted(), tiles)
     for report in compile_sound([request_for(launch, 90) for launch in launches]):
