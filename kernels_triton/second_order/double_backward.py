@@ -142,9 +142,9 @@ def derivatives(args, pairs, head, MODS: tl.constexpr, BENDS: tl.constexpr, BY_K
     t_dp = product(queries.dout, keys.tv, None, META.V1 > 0, BY_KEYS, META)
     centred = dp * tile.drop - along(queries.delta, BY_KEYS)
     t_centred = t_dp * tile.drop - along(queries.tangent_delta, BY_KEYS)
-    t_logit = tile.t_logit - along(queries.mu, BY_KEYS)
+    t_p = p * (tile.t_logit - along(queries.mu, BY_KEYS))
     dlogit = p * centred
-    t_dlogit = p * (t_logit * centred + t_centred)
+    t_dlogit = t_p * centred + p * t_centred
     dscore = dlogit
     t_dscore = t_dlogit
     if META.HAS_SCORE_MOD:
@@ -157,8 +157,7 @@ def derivatives(args, pairs, head, MODS: tl.constexpr, BENDS: tl.constexpr, BY_K
         bend = (-2.0 / head.softcap) * tile.cap_tanh * slope * tile.t_raw
         t_dscore = slope * t_dscore + bend * dscore
         dscore = slope * dscore
-    t_weights = p * t_logit * tile.drop
-    return Derivatives(dlogit=dlogit, t_dlogit=t_dlogit, dscore=dscore, t_dscore=t_dscore, t_weights=t_weights, scored=tile)
+    return Derivatives(dlogit=dlogit, t_dlogit=t_dlogit, dscore=dscore, t_dscore=t_dscore, t_weights=t_p * tile.drop, scored=tile)
 
 
 @kernel
