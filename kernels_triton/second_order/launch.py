@@ -119,7 +119,8 @@ def attention_double_backward(
     """Returns the results of `attention_tangent`, whose tout it writes too, and the derivatives for the inputs."""
     x = call.problem
     tiles = tiles or tiles_of(x)
-    assert incoming.dout is not None
+    dout = incoming.dout
+    assert dout is not None
     sums = attention_tangent(call, along, incoming, tout, tiles.tangent)
     hq, hk, hv = (_blank(x, t) for t in (x.q, x.k, x.v))
     blocks = cdiv(x.longest_q, tiles.queries.block_m)
@@ -128,9 +129,9 @@ def attention_double_backward(
         dsink = x.softmax_offset.new_zeros((x.num_heads, x.batch * blocks), dtype=torch.float32)
 
     def known_of(tile: Tile) -> tuple[Known, Meta]:
-        meta = x.meta(tile, (*along[:3], incoming.dout, hq, hk, hv))
-        tangents, dout = _tangents(along, x.batch, meta), rows(incoming.dout, meta)
-        return Known(inputs=x.inputs(meta), tangents=tangents, lse_ptr=incoming.lse, dout=dout, sums=sums), meta
+        meta = x.meta(tile, (*along[:3], dout, hq, hk, hv))
+        tangents = _tangents(along, x.batch, meta)
+        return Known(inputs=x.inputs(meta), tangents=tangents, lse_ptr=incoming.lse, dout=rows(dout, meta), sums=sums), meta
 
     known, meta = known_of(tiles.keys)
     by_keys = KeysArguments(known, x.lists("q"), rows(hk, meta), rows(hv, meta))
@@ -192,8 +193,9 @@ def _capture_gradients(call: Modified, known: Known, wanted: Wanted, meta: Meta,
 
 def _blank(x: Problem, like: Tensor) -> Tensor:
     """Returns contiguous memory for a result: zeros if there may be rows without a token, which no kernel writes."""
-    new = torch.zeros_like if x.has_lengths else torch.empty_like
-    return new(like, memory_format=torch.contiguous_format)
+    if x.has_lengths:
+        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _tangents(along: Along, batch: int, meta: Meta) -> Tangents:
