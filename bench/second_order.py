@@ -1,13 +1,19 @@
-"""Times and memory of tangents and double backwards on a GPU: `python -m flexattn.bench.second_order`.
+"""Tangents and double backwards: time beside the forward and backward, and beside torch's math backend; and times of tiles.
 
-Prints one line for each shape: the forward, the backward, a jvp and a double backward in milliseconds, for the Triton kernels
-(FLEXATTN_HOPPER=always), the plain operations and torch's math backend, and the peak memory of the double backward.
+    python -m flexattn.bench.second_order --out second_order.json [--only PATTERN ...]
+    python -m flexattn.bench.second_order --tiles --out second_order_tiles.json [--only PATTERN ...]
+
+Each row is a direction of a cell: the device time of one call in microseconds (`measure.time_on_device`), as median and quartiles.
+A jvp includes its forward, and a double backward is the call that differentiates gradients alone. With --tiles each row is a kernel
+with a tile, whose results are compared with the first tile's. Needs a GPU.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import fnmatch
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,23 +21,32 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexattn import attention
+from flexattn.bench.harness import Row, Run, make_parser, need_gpu, quartiles
+from flexattn.bench.measure import peak_bytes, time_on_device
 
-SHAPES = {"DiT-XL/2": (256, 256, 16, 72), "8 x 2048": (8, 2048, 16, 128), "1 x 16384": (1, 16384, 16, 128)}
-MOST_SCORES = 2**31  # for the math backend, whose scores of more bytes do not fit
+if TYPE_CHECKING:
+    from flexattn.kernels_triton.runtime.launch import Launch
+
+CELLS = {
+    "DiT-XL/2": (256, 256, 16, 72),
+    "8 x 2048": (8, 2048, 16, 128),
+    "8 x 2048, 64": (8, 2048, 16, 64),
+    "1 x 16384": (1, 16384, 16, 128),
+}
+BUDGET_MS = 300.0  # of device time for each call
+MOST_SCORES = 2**30  # for the math backend, whose matrices of more scores do not fit
+WORST = 2.0**-6  # |got - first| / |first| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
+
+TILES: dict[str, Sequence[tuple[int, int, int, int]]] = {  # queries and keys of a block, warps, stages
+    "tangent": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 1), (128, 64, 8, 2)),
+    "queries": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (128, 64, 8, 1), (128, 32, 8, 2)),
+    "keys": ((32, 128, 8, 2), (32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 8, 1)),
+}
 
 
-def milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
-    """Returns the least time of a few runs after one that compiles."""
-    run()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(min(times))
+def qkv_of(shape: tuple[int, ...], device: str = "cuda") -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(4)]
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,36 +59,120 @@ def math_backend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def measure(attend: Callable[..., Tensor], shape: tuple[int, ...]) -> str:
-    """Returns a line of times and memory."""
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    along = tuple(torch.randn_like(q) for _ in range(3))
-    given = tuple(t.detach() for t in (q, k, v))
-
-    def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v))
-
-    def double() -> tuple[Tensor, ...]:
-        gradients = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v), create_graph=True)
-        return torch.autograd.grad(gradients, (q, k, v), along)
-
-    runs = (lambda: attend(*given), backward, lambda: torch.func.jvp(attend, given, along), double)
-    times = "  ".join(f"{milliseconds(run):9.3f}" for run in runs)
-    torch.cuda.reset_peak_memory_stats()
-    double()
-    return f"{times}  {torch.cuda.max_memory_allocated() / 2**30:6.2f} GiB"
+def calls_of(attend: Callable[..., Tensor], shape: tuple[int, ...], device: str = "cuda") -> dict[str, Callable[[], object]]:
+    """Returns the calls of each direction."""
+    *qkv, dout = qkv_of(shape, device)
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    out = attend(*leaves)
+    gradients = torch.autograd.grad(attend(*leaves), leaves, dout, create_graph=True)
+    return {
+        "forward": lambda: attend(*qkv),
+        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+        "jvp": lambda: torch.func.jvp(attend, tuple(qkv), tuple(reversed(qkv))),
+        "double backward": lambda: torch.autograd.grad(gradients, leaves, tuple(reversed(qkv)), retain_graph=True),
+    }
 
 
-def main() -> None:
-    print("times in ms: forward, forward + backward, jvp, forward + backward + double backward")
-    for name, shape in SHAPES.items():
-        for kind in ("always", "auto", "math"):
-            batch, length, heads, _ = shape
-            if kind == "math" and batch * heads * length**2 > MOST_SCORES:
-                continue
-            os.environ["FLEXATTN_HOPPER"] = "auto" if kind == "math" else kind
-            print(f"{name:10} {kind:7} {measure(math_backend if kind == 'math' else ours, shape)}", flush=True)
+def measure(name: str, shape: tuple[int, ...], run: Run) -> None:
+    batch, length, heads, _ = shape
+    implementations: dict[str, Callable[..., Tensor]] = {"flexattn": ours}
+    if batch * heads * length**2 <= MOST_SCORES:
+        implementations["math"] = math_backend
+    for implementation, attend in implementations.items():
+        calls = calls_of(attend, shape)
+        for direction, samples in time_on_device(calls, BUDGET_MS).items():
+            times = quartiles([1e3 * ms for ms in samples.ms])
+            row: Row = {"cell": name, "shape": shape, "implementation": implementation, "direction": direction, **times}
+            row["peak_mib"] = peak_bytes(calls[direction]) / 2**20
+            line = f"{name:14} {implementation:10} {direction:16} {times['us']:10.0f} us {row['peak_mib']:9.0f} MiB"
+            run.add({**row, "status": "measured"}, line)
+        del calls
+        torch.cuda.empty_cache()
+
+
+class Candidate(NamedTuple):
+    """The launch of a kernel with a tile, and the results that it writes."""
+
+    launch: Launch
+    results: tuple[Tensor, ...]
+
+    def run(self) -> None:
+        from flexattn.kernels_triton.runtime.launch import make
+
+        make(self.launch, self.results[0].device)
+
+
+Tiles = Mapping[str, Sequence[tuple[int, int, int, int]]]
+
+
+def candidates(kernel: str, shape: tuple[int, ...], device: str = "cuda", tiles: Tiles = TILES) -> list[Candidate]:
+    """Returns a kernel of a double backward with each tile, on the same tensors. The tangent kernel has run for the others."""
+    from flexattn.kernels_triton.common.problem import Problem
+    from flexattn.kernels_triton.portable.forward import attention_forward
+    from flexattn.kernels_triton.runtime.device import Tile
+    from flexattn.kernels_triton.runtime.launch import make, recorded_launches
+    from flexattn.kernels_triton.second_order import launch
+    from flexattn.kernels_triton.second_order import tiles as second
+
+    q, k, v, dout = qkv_of(shape, device)
+    call, along = launch.Modified(Problem(q, k, v, softmax_scale=shape[-1] ** -0.5)), launch.Along(k, v, q)
+    lse = q.new_empty((shape[0], shape[2], shape[1]), dtype=torch.float32)
+    attention_forward(call.problem, torch.empty_like(q), lse)
+    found = []
+    for tile in tiles[kernel]:
+        used = second.Tiles(*(Tile(*(tile if name == kernel else tiles[name][0])) for name in (*TILES, "tangent")))
+        incoming, tout = launch.Incoming(lse, dout), torch.empty_like(q)
+        with recorded_launches() as launches:
+            _, gradients = launch.attention_double_backward(call, along, incoming, tout, launch.Wanted(), used)
+        tangent, by_keys, by_queries = launches
+        if kernel != "tangent":
+            make(tangent, q.device)
+        written = {"tangent": (tout,), "keys": (gradients.k, gradients.v), "queries": (gradients.q,)}
+        found.append(Candidate({"tangent": tangent, "keys": by_keys, "queries": by_queries}[kernel], written[kernel]))
+    return found
+
+
+def error_of(got: Sequence[Tensor], first: Sequence[Tensor]) -> float:
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, first, strict=True))
+
+
+def measure_tiles(name: str, shape: tuple[int, ...], run: Run) -> None:
+    for kernel, tiles in TILES.items():
+        found = {" ".join(map(str, tile)): c for tile, c in zip(tiles, candidates(kernel, shape), strict=True)}
+        samples = time_on_device({tile: candidate.run for tile, candidate in found.items()}, BUDGET_MS)
+        first = next(iter(found.values())).results
+        for tile, candidate in found.items():
+            times, error = quartiles([1e3 * ms for ms in samples[tile].ms]), error_of(candidate.results, first)
+            row: Row = {"cell": name, "shape": shape, "kernel": kernel, "tile": tile, "error": error, **times}
+            row["status"] = "measured" if error < WORST else "wrong"
+            run.add(row, f"{name:14} {kernel:8} {tile:12} {times['us']:10.0f} us  error {error:.1e}")
+
+
+def compile_tiles(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Compiles the kernels of all tiles, several at a time."""
+    from flexattn.kernels_triton.ahead_of_time.build import build, missing
+
+    major, minor = torch.cuda.get_device_capability()
+    launches = [candidate.launch for shape in shapes for kernel in TILES for candidate in candidates(kernel, shape)]
+    build(missing(launches, 10 * major + minor), 10 * major + minor)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of cells, such as '8 x*'")
+    parser.add_argument("--tiles", action="store_true", help="time tiles of each kernel")
+    arguments = parser.parse_args(argv)
+    need_gpu(parser)
+    run = Run("flexattn.bench.second_order", __doc__, arguments.out)
+    cells = {name: shape for name, shape in CELLS.items() if any(fnmatch.fnmatch(name, p) for p in arguments.only)}
+    if arguments.tiles:
+        compile_tiles([(2, 2 * min(length, 1024), 2, dim) for _, length, _, dim in cells.values()])
+    for name, shape in cells.items():
+        (measure_tiles if arguments.tiles else measure)(name, shape, run)
+        torch.cuda.empty_cache()
+    run.write()
+    return run.status()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

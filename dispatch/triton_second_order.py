@@ -1,8 +1,4 @@
-"""Forward-mode and second derivatives by Triton kernels: the calls that they support, and the step to their launchers.
-
-No GPU has run these kernels. So `auto` takes the plain torch operations of `second_order`, unless FLEXATTN_HOPPER=always allows
-kernels that never ran.
-"""
+"""Forward-mode and second derivatives by Triton kernels: the calls that they support, and the step to their launchers."""
 
 from __future__ import annotations
 
@@ -23,14 +19,11 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outpu
 if TYPE_CHECKING:
     from flexattn.kernels_triton.second_order import launch
 
-HAS_RUN = False  # whether a GPU has run the kernels
 WIDEST = 256
 
 
 def unsupported(spec: AttentionSpec, x: Operands, is_bias_wanted: bool) -> str | None:
     """Returns why the kernels cannot run a call, or None if they can. is_bias_wanted: whether the bias gets a second derivative."""
-    if not (HAS_RUN or triton_backend.policy_of(spec).takes_what_never_ran):
-        return "no GPU has run these kernels; FLEXATTN_HOPPER=always allows them"
     if reason := triton_backend.unsupported(spec, "backward"):
         return reason
     if spec.kv_lists:
@@ -48,7 +41,7 @@ def tangent(spec: AttentionSpec, x: Operands, lse: Tensor, along: Along, mod: Se
     """Returns the results of `second_order.tangent`. mod: of the score_mod, if there is one."""
     from flexattn.kernels_triton.second_order.launch import Incoming, attention_tangent
 
-    tout = torch.zeros_like(empty_outputs(spec, x._replace(out=None))[0])
+    tout = empty_outputs(spec, x._replace(out=None))[0]
     call, incoming = _modified(spec, x, along, mod), Incoming(lse.contiguous())
     sums = attention_tangent(call, _along(spec, x, along), incoming, _rows(tout, spec.q_format))
     return tout, sums.mu_ptr
@@ -68,7 +61,7 @@ def double_backward(
     """Returns the results of `second_order.double_backward`. mod: of the score_mod, if there is one."""
     from flexattn.kernels_triton.second_order.launch import Incoming, Wanted, attention_double_backward
 
-    tout = torch.zeros_like(empty_outputs(spec, x._replace(out=None))[0])
+    tout = empty_outputs(spec, x._replace(out=None))[0]
     dout, dlse = _rows(given.dout, spec.q_format), None if given.dlse is None else given.dlse.contiguous()
     incoming = Incoming(given.lse.contiguous(), dout, dlse)
     captures = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in _chosen(x.mod_tensors, wanted[5:])]

@@ -13,7 +13,13 @@ from flexattn.kernels_triton.common.problem import Meta, Problem, bias_rows, row
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
 from flexattn.kernels_triton.runtime.launch import launch
-from flexattn.kernels_triton.second_order.double_backward import DoubleArguments, Known, _attn_double_backward_kernel
+from flexattn.kernels_triton.second_order.double_backward import (
+    KeysArguments,
+    Known,
+    QueriesArguments,
+    _attn_double_keys_kernel,
+    _attn_double_queries_kernel,
+)
 from flexattn.kernels_triton.second_order.score_gradients import (
     BiasArguments,
     CaptureArguments,
@@ -21,7 +27,7 @@ from flexattn.kernels_triton.second_order.score_gradients import (
     _attn_double_captures_kernel,
 )
 from flexattn.kernels_triton.second_order.tangent import TangentArguments, _attn_tangent_kernel
-from flexattn.kernels_triton.second_order.tiles import Bends, RowSums, Tangents, tile_for
+from flexattn.kernels_triton.second_order.tiles import Bends, RowSums, Tangents, Tiles, tiles_for
 
 
 class Along(NamedTuple):
@@ -73,18 +79,23 @@ class Modified(NamedTuple):
     bends: Bends | None = None
 
 
-def tile_of(problem: Problem) -> Tile:
-    width = max(problem.head_dims - problem.v.shape[-1], problem.v.shape[-1])
-    return problem.cut(tile_for(capability_of(problem.device), width * problem.q.element_size()))
+def tiles_of(problem: Problem) -> Tiles:
+    """Returns the kernels' tiles for a problem."""
+    x = problem
+    is_plain = not (x.is_loaded or x.is_modified)
+    tiles = tiles_for(capability_of(x.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), is_plain)
+    return Tiles(*map(x.cut, tiles))
 
 
 def attention_tangent(call: Modified, along: Along, incoming: Incoming, tout: Tensor, tile: Tile | None = None) -> RowSums:
-    """Writes the tangent of out, given as zeros in out's layout. Returns numbers of each query: `mu_ptr` is the tangent of lse."""
+    """Writes the tangent of out into `tout`, in out's layout. Returns numbers of each query: `mu_ptr` is the tangent of lse."""
     x = call.problem
-    tile = tile or tile_of(x)
+    tile = tile or tiles_of(x).tangent
     lse, dout, dlse = incoming
-    mu, scale = torch.zeros_like(lse), torch.zeros_like(lse)
-    delta, tangent_delta = (None, None) if dout is None else (torch.zeros_like(lse), torch.zeros_like(lse))
+    if x.has_lengths:
+        tout.zero_()
+    mu, scale = _blank(x, lse), _blank(x, lse)
+    delta, tangent_delta = (None, None) if dout is None else (_blank(x, lse), _blank(x, lse))
     sums = RowSums(mu_ptr=mu, scale_ptr=scale, delta_ptr=delta, tangent_delta_ptr=tangent_delta)
     meta = x.meta(tile, (*along[:3], tout, *(() if dout is None else (dout,))))
     args = TangentArguments(
@@ -98,50 +109,44 @@ def attention_tangent(call: Modified, along: Along, incoming: Incoming, tout: Te
         sums=sums,
     )
     programs = cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
-    if programs:
-        launch(_attn_tangent_kernel, programs, x.device, tile, (args, call.bends, x.mods, meta))
+    launch(_attn_tangent_kernel, programs, x.device, tile, (args, call.bends, x.mods, meta))
     return sums
 
 
 def attention_double_backward(
-    call: Modified, along: Along, incoming: Incoming, tout: Tensor, wanted: Wanted, tile: Tile | None = None
+    call: Modified, along: Along, incoming: Incoming, tout: Tensor, wanted: Wanted, tiles: Tiles | None = None
 ) -> tuple[RowSums, SecondGradients]:
     """Returns the results of `attention_tangent`, whose tout it writes too, and the derivatives for the inputs."""
     x = call.problem
-    tile = tile or tile_of(x)
-    assert incoming.dout is not None
-    sums = attention_tangent(call, along, incoming, tout, tile)
-    hq, hk, hv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
-    blocks = cdiv(x.longest_q, tile.block_m)
+    tiles = tiles or tiles_of(x)
+    dout = incoming.dout
+    assert dout is not None
+    sums = attention_tangent(call, along, incoming, tout, tiles.tangent)
+    hq, hk, hv = (_blank(x, t) for t in (x.q, x.k, x.v))
+    blocks = cdiv(x.longest_q, tiles.queries.block_m)
     dsink = None
     if x.softmax_offset is not None:
         dsink = x.softmax_offset.new_zeros((x.num_heads, x.batch * blocks), dtype=torch.float32)
-    meta = x.meta(tile, (*along[:3], incoming.dout, hq, hk, hv))
-    known = Known(
-        inputs=x.inputs(meta),
-        tangents=_tangents(along, x.batch, meta),
-        lse_ptr=incoming.lse,
-        dout=rows(incoming.dout, meta),
-        sums=sums,
-    )
-    programs_of_queries = blocks * x.num_heads * x.batch
-    args = DoubleArguments(
-        known=known,
-        lists_kv=x.lists("kv"),
-        lists_q=x.lists("q"),
-        hq=rows(hq, meta),
-        hk=rows(hk, meta),
-        hv=rows(hv, meta),
-        dsink_ptr=dsink,
-        programs_of_queries=programs_of_queries,
-    )
-    programs = programs_of_queries + cdiv(x.longest_kv, tile.block_n) * x.num_heads_kv * x.batch
-    bias = None
-    if programs:
-        launch(_attn_double_backward_kernel, programs, x.device, tile, (args, call.bends, x.mods, meta))
-        bias = _bias_gradient(call, known, meta, tile) if wanted.bias else None
-    if programs_of_queries and (wanted.reached or wanted.bent):
-        _capture_gradients(call, known, wanted, meta, tile)
+
+    def known_of(tile: Tile) -> tuple[Known, Meta]:
+        meta = x.meta(tile, (*along[:3], dout, hq, hk, hv))
+        tangents = _tangents(along, x.batch, meta)
+        return Known(inputs=x.inputs(meta), tangents=tangents, lse_ptr=incoming.lse, dout=rows(dout, meta), sums=sums), meta
+
+    known, meta = known_of(tiles.keys)
+    by_keys = KeysArguments(known, x.lists("q"), rows(hk, meta), rows(hv, meta))
+    programs = cdiv(x.longest_kv, tiles.keys.block_n) * x.num_heads_kv * x.batch
+    launch(_attn_double_keys_kernel, programs, x.device, tiles.keys, (by_keys, call.bends, x.mods, meta))
+    known, meta = known_of(tiles.queries)
+    by_queries = QueriesArguments(known, x.lists("kv"), rows(hq, meta), dsink)
+    programs = blocks * x.num_heads * x.batch
+    launch(_attn_double_queries_kernel, programs, x.device, tiles.queries, (by_queries, call.bends, x.mods, meta))
+    has_captures = bool(programs and (wanted.reached or wanted.bent))
+    if wanted.bias or has_captures:
+        known, meta = known_of(tiles.scores)
+    bias = _bias_gradient(call, known, meta, tiles.scores) if wanted.bias else None
+    if has_captures:
+        _capture_gradients(call, known, wanted, meta, tiles.scores)
     return sums, SecondGradients(hq, hk, hv, None if dsink is None else dsink.sum(1), bias)
 
 
@@ -184,6 +189,13 @@ def _capture_gradients(call: Modified, known: Known, wanted: Wanted, meta: Meta,
 
     addends = 2 * x.batch * x.num_heads * x.longest_q * x.longest_kv
     sum_addends(run, [wanted.captures[i] for i in both], wanted.deterministic, addends)
+
+
+def _blank(x: Problem, like: Tensor) -> Tensor:
+    """Returns contiguous memory for a result: zeros if there may be rows without a token, which no kernel writes."""
+    if x.has_lengths:
+        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _tangents(along: Along, batch: int, meta: Meta) -> Tangents:

@@ -10,10 +10,10 @@ import triton.language as tl
 from flexattn.kernels_triton.common.arguments import BlockKinds, BlockMaskLists, Pointer
 from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.heads import head_of
-from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sequences import load_sequence, program_of_queries
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.double_backward import Known, derivatives, load_keys, load_queries
-from flexattn.kernels_triton.second_order.tiles import keys_of_block
+from flexattn.kernels_triton.second_order.tiles import Place, keys_of_block, pairs_of
 
 
 class BiasArguments(NamedTuple):
@@ -78,9 +78,11 @@ def _attn_double_bias_kernel(
                 is_full = kind == 2
             if kind > 0:
                 head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
-                queries = load_queries(args.known, b, h, start_q, len_q, first_row, META)
-                keys = load_keys(args.known, b, h // inputs.group_size, start_kv, len_kv, n, META)
-                found = derivatives(args.known, queries, keys, is_full, head, MODS, BENDS, META)
+                place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
+                key_place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
+                queries, keys = load_queries(args.known, place, META), load_keys(args.known, key_place, META)
+                pairs = pairs_of(queries, keys, is_full, False, META)
+                found = derivatives(args.known, pairs, head, MODS, BENDS, False, META)
                 total += found.t_dscore * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else found.t_dlogit
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -106,25 +108,23 @@ def _attn_double_captures_kernel(
     args: CaptureArguments, MODE: tl.constexpr, BENDS: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr
 ):
     inputs = args.known.inputs
-    blocks = tl.cdiv(inputs.lengths_q.max_seqlen, META.BLOCK_M)
-    pid = tl.program_id(0)
-    first_row = (blocks - 1 - pid % blocks) * META.BLOCK_M
-    h = pid // blocks % inputs.num_heads
-    b = pid // blocks // inputs.num_heads
-    start_q, len_q = load_sequence(inputs.lengths_q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(inputs.lengths_kv, b, META.IS_RAGGED_KV)
+    own = program_of_queries(tl.program_id(0), inputs, META)
+    b, h = own.b, own.h
+    start_q, len_q, start_kv, len_kv = own.sequence
+    first_row = own.block * META.BLOCK_M
     if first_row >= len_q:
         return
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
-    queries = load_queries(args.known, b, h, start_q, len_q, first_row, META)
+    queries = load_queries(args.known, Place(b=b, h=h, start=start_q, first=first_row, length=len_q), META)
     tiles = keys_of_block(args.lists, head, first_row, inputs, META)
-    i = first_row + tl.arange(0, META.BLOCK_M)[:, None]
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)
-        keys = load_keys(args.known, b, h // inputs.group_size, start_kv, len_kv, n, META)
-        found = derivatives(args.known, queries, keys, is_full, head, MODS, BENDS, META)
-        j = n + tl.arange(0, META.BLOCK_N)[None, :]
+        place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
+        keys = load_keys(args.known, place, META)
+        pairs = pairs_of(queries, keys, is_full, False, META)
+        found = derivatives(args.known, pairs, head, MODS, BENDS, False, META)
+        i, j = pairs.i, pairs.j
         score = found.scored.score
         if MODS.accumulate is not None:
             MODS.accumulate(found.t_dlogit, score, b, h, i, j, head.captures, args.sums, args.scales, MODE)

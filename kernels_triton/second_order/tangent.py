@@ -19,6 +19,7 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
+from flexattn.kernels_triton.common.tile_memory import zero_parts
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.tiles import (
     Place,
@@ -26,11 +27,13 @@ from flexattn.kernels_triton.second_order.tiles import (
     ScoredKeys,
     ScoredQueries,
     Tangents,
+    add_product,
     keys_of_block,
     load_lse,
     load_qk,
     load_sink_tangent,
     load_v,
+    pairs_of,
     scored,
     store_parts,
 )
@@ -42,7 +45,7 @@ class TangentArguments(NamedTuple):
     lse_ptr: Pointer
     dout: Rows | None  # None: without delta and its tangent
     dlse_ptr: Pointer
-    tout: Rows  # zeros
+    tout: Rows  # zeros if there are rows without a token
     lists: BlockMaskLists | None  # lists of key blocks
     sums: RowSums
 
@@ -57,10 +60,8 @@ class Sums(NamedTuple):
 @triton.jit
 def _add(sums, p, weighted, step, v, tv, META: tl.constexpr):
     # step: the change of the mean, which the tangent so far is moved to
-    p, weighted = p.to(v.dtype), weighted.to(v.dtype)
-    tangent = tl.dot(weighted, v, sums.tangent - step[:, None] * sums.out, input_precision=META.PRECISION)
-    tangent = tl.dot(p, tv, tangent, input_precision=META.PRECISION)
-    return Sums(out=tl.dot(p, v, sums.out, input_precision=META.PRECISION), tangent=tangent)
+    tangent = add_product(sums.tangent - step[:, None] * sums.out, weighted, v, META)
+    return Sums(out=add_product(sums.out, p, v, META), tangent=add_product(tangent, p, tv, META))
 
 
 @kernel
@@ -83,7 +84,6 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
     if first_row >= len_q:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
-    h_kv = h // inputs.group_size
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
@@ -93,22 +93,19 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
     lse_log2 = load_lse(args.lse_ptr, row, rows, len_q)
     queries = ScoredQueries(q=q, tq=tq, lse_log2=lse_log2, first_row=first_row)
 
-    zeros = tl.zeros([BLOCK_M, V0], tl.float32)
-    sums0 = Sums(out=zeros, tangent=zeros)
-    sums1 = sums0
-    if V1 > 0:
-        zeros1 = tl.zeros([BLOCK_M, V1], tl.float32)
-        sums1 = Sums(out=zeros1, tangent=zeros1)
+    acc = zero_parts(BLOCK_M, V0, V1)
+    sums0, sums1 = Sums(out=acc.first, tangent=acc.first), Sums(out=acc.second, tangent=acc.second)
     mu = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M], tl.float32)
     tiles = keys_of_block(args.lists, head, first_row, inputs, META)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
-        key_place = Place(b=b, h=h_kv, start=start_kv, first=n, length=len_kv)
+        key_place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
         k = load_qk(inputs.k, key_place, BLOCK_N, META)
         tk = load_qk(tangents.k, key_place, BLOCK_N, META)
-        tile = scored(args, queries, ScoredKeys(k=k, tk=tk, n=n), is_full, head, MODS, BENDS, META)
+        pairs = pairs_of(queries, ScoredKeys(k=k, tk=tk, n=n), is_full, False, META)
+        tile = scored(args, pairs, head, MODS, BENDS, False, META)
         v = load_v(inputs.v, key_place, BLOCK_N, META)
         tv = load_v(tangents.v, key_place, BLOCK_N, META)
         total += tl.sum(tile.p, 1)

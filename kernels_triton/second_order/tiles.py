@@ -1,6 +1,7 @@
-"""Parts of both kernels: the tile of probabilities with the tangent of its logits, and the arguments that they share.
+"""Parts of all kernels: the tile of probabilities with the tangent of its logits, and the arguments that they share.
 
-`dispatch.second_order` has the formulas. Each tile is [queries, keys].
+`dispatch.second_order` has the formulas. A tile is [queries, keys], or [keys, queries] if BY_KEYS: then it is the left operand of
+a product that sums over queries, and needs no transposition.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import triton.language as tl
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Bias, Parts, Pointer, Rows
-from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys, visible_range_of_queries
+from flexattn.kernels_triton.common.band import (
+    visible_keys,
+    visible_queries,
+    visible_range_of_keys,
+    visible_range_of_queries,
+)
 from flexattn.kernels_triton.common.block_lists import every_tile, every_tile_of_queries
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import LOG2E
@@ -79,6 +85,16 @@ class ScoredKeys(NamedTuple):
     n: tl.tensor  # the first key
 
 
+class Pairs(NamedTuple):
+    """Queries and keys of a tile, inside a kernel."""
+
+    queries: Any  # with the fields of `ScoredQueries`
+    keys: Any  # with the fields of `ScoredKeys`
+    i: tl.tensor  # positions of the queries that broadcast against the tile
+    j: tl.tensor  # of the keys
+    is_full: Any  # whether the block is full, so that the mask_mod is not needed
+
+
 class Scored(NamedTuple):
     """A tile of probabilities, before normalisation, and of tangents, inside a kernel."""
 
@@ -124,8 +140,7 @@ def load_v(x, place: Place, ROWS: tl.constexpr, META: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
-    # Returns a b^T, added to `total` if that is a tile.
+def _product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
     if total is None:
         result = tl.dot(a.first, tl.trans(b.first), input_precision=META.PRECISION)
     else:
@@ -133,6 +148,40 @@ def product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
     if HAS_SECOND:
         result = tl.dot(a.second, tl.trans(b.second), result, input_precision=META.PRECISION)
     return result
+
+
+@triton.jit
+def product(of_queries, of_keys, total, HAS_SECOND: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    # Returns a tile of the products of rows, added to `total` if that is a tile.
+    if BY_KEYS:
+        return _product(of_keys, of_queries, total, HAS_SECOND, META)
+    else:
+        return _product(of_queries, of_keys, total, HAS_SECOND, META)
+
+
+@triton.jit
+def add_product(acc, weights, x, META: tl.constexpr):
+    # Returns acc + weights x, with weights rounded to x's type.
+    return tl.dot(weights.to(x.dtype), x, acc, input_precision=META.PRECISION)
+
+
+@triton.jit
+def along(numbers, BY_KEYS: tl.constexpr):
+    # Returns numbers of queries in a shape that broadcasts against a tile.
+    if BY_KEYS:
+        return numbers[None, :]
+    else:
+        return numbers[:, None]
+
+
+@triton.jit
+def pairs_of(queries, keys, is_full, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    rows = queries.first_row + tl.arange(0, META.BLOCK_M)
+    columns = keys.n + tl.arange(0, META.BLOCK_N)
+    if BY_KEYS:
+        return Pairs(queries=queries, keys=keys, i=rows[None, :], j=columns[:, None], is_full=is_full)
+    else:
+        return Pairs(queries=queries, keys=keys, i=rows[:, None], j=columns[None, :], is_full=is_full)
 
 
 @triton.jit
@@ -147,7 +196,8 @@ def _tangent_of_bias(bias, head, i, j):
 
 @triton.jit
 def keys_of_block(lists, head, first_row, inputs, META: tl.constexpr):
-    # Returns the tiles of keys that a block of queries sees, a `TileRange`.
+    # Returns the tiles of keys that a block of queries sees, a `TileRange`. They are for one loop, which masks each tile: a second
+    # loop for tiles that need no mask makes ptxas serialise wgmma (C7515), and costs registers, which are scarce.
     visible = visible_range_of_keys(first_row, head.len_kv, head.shift, inputs.band, META)
     return every_tile(visible, lists, head.b, head.h, first_row, META)
 
@@ -160,22 +210,31 @@ def queries_of_block(lists, head, n, inputs, META: tl.constexpr):
 
 
 @triton.jit
-def scored(args, queries, keys, is_full, head, MODS: tl.constexpr, BENDS: tl.constexpr, META: tl.constexpr):
-    # Returns a `Scored`. queries, keys: with the fields of `ScoredQueries` and `ScoredKeys`. args: has `inputs` and `tangents`.
-    inputs, bias = args.inputs, args.tangents.bias
-    first_row, n = queries.first_row, keys.n
-    i = first_row + tl.arange(0, META.BLOCK_M)[:, None]
-    j = n + tl.arange(0, META.BLOCK_N)[None, :]
-    qk = product(queries.q, keys.k, None, META.QK1 > 0, META)
-    t_raw = product(queries.tq, keys.k, None, META.QK1 > 0, META)
-    t_raw = product(queries.q, keys.tk, t_raw, META.QK1 > 0, META)
-    s, factor, cap_tanh, score = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
-    p = tl.exp2(tl.fma(s, factor, -queries.lse_log2[:, None]))
-    p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
+def _shown(p, pairs, head, inputs, MODS: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    # Returns p, 0 for a pair that a mask hides.
+    i, j = pairs.i, pairs.j
+    if not BY_KEYS:
+        p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
+    elif META.HAS_LEFT or META.HAS_RIGHT:
+        p = tl.where(visible_queries(i, j, head.shift, inputs.band, META), p, 0.0)
     if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
         p = tl.where(i < head.len_q, p, 0.0)
     if META.HAS_MASK_MOD:
-        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, p, 0.0)
+        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | pairs.is_full, p, 0.0)
+    return p
+
+
+@triton.jit
+def scored(args, pairs, head, MODS: tl.constexpr, BENDS: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    # Returns a `Scored`. args: has `inputs` and `tangents`.
+    inputs, bias = args.inputs, args.tangents.bias
+    queries, keys, i, j = pairs.queries, pairs.keys, pairs.i, pairs.j
+    qk = product(queries.q, keys.k, None, META.QK1 > 0, BY_KEYS, META)
+    t_raw = product(queries.tq, keys.k, None, META.QK1 > 0, BY_KEYS, META)
+    t_raw = product(queries.q, keys.tk, t_raw, META.QK1 > 0, BY_KEYS, META)
+    s, factor, cap_tanh, score = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
+    p = tl.exp2(tl.fma(s, factor, -along(queries.lse_log2, BY_KEYS)))
+    p = _shown(p, pairs, head, inputs, MODS, BY_KEYS, META)
     if bias.ptr is not None and META.HAS_PRE_SCALE_BIAS:
         t_raw += _tangent_of_bias(bias, head, i, j)
     t_raw *= inputs.scores.scale
@@ -190,7 +249,8 @@ def scored(args, queries, keys, is_full, head, MODS: tl.constexpr, BENDS: tl.con
         t_logit += _tangent_of_bias(bias, head, i, j)
     drop = 1.0
     if META.HAS_DROPOUT:
-        drop = tl.where(dropout_keep(inputs, head.b, head.h, first_row, n, META), inputs.dropout.keep_scale, 0.0)
+        keep = dropout_keep(inputs, head.b, head.h, queries.first_row, keys.n, META)
+        drop = tl.where(tl.trans(keep) if BY_KEYS else keep, inputs.dropout.keep_scale, 0.0)
     return Scored(p=p, t_raw=t_raw, t_score=t_score, t_logit=t_logit, score=score, cap_tanh=cap_tanh, drop=drop)
 
 
@@ -209,9 +269,28 @@ def load_sink_tangent(sink_ptr, h):
     return t_sink
 
 
-def tile_for(capability: int, row_bytes: int) -> Tile:
-    """Returns the tile for rows of this many bytes: a program holds up to seven tiles of rows in shared memory."""
-    if capability == 0:
-        return Tile(16, 16, 4, 1)
-    side = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    return Tile(side, side, 8 if side == 64 else 4, 1)
+class Tiles(NamedTuple):
+    """The tiles of the kernels of tangents and second derivatives."""
+
+    tangent: Tile
+    queries: Tile
+    keys: Tile
+    scores: Tile  # of the kernels for a bias and for captured tensors
+
+
+def tiles_for(capability: int, head_dim: int, element_size: int, is_plain: bool) -> Tiles:
+    """Returns the tiles for rows of this size: a program holds up to seven tiles of rows in shared memory.
+
+    is_plain: whether nothing is loaded or computed for each score, such as a bias, dropout or a mod.
+    """
+    row_bytes = head_dim * element_size
+    side = 16 if capability == 0 else 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    scores = Tile(side, side, 8 if side == 64 else 4, 1)
+    if 90 <= capability < 100 and element_size == 2 and head_dim <= 128:
+        # A product of wgmma has 64 rows or more for four warps. Registers are scarce: sums, and up to four numbers for each score.
+        if head_dim <= 80:
+            return Tiles(tangent=Tile(64, 64, 4, 2), queries=Tile(64, 64, 4, 2), keys=Tile(32, 128, 8, 2), scores=scores)
+        if is_plain:
+            return Tiles(tangent=Tile(128, 64, 8, 2), queries=Tile(128, 64, 8, 2), keys=Tile(32, 128, 8, 2), scores=scores)
+        return Tiles(tangent=Tile(64, 32, 4, 2), queries=Tile(64, 32, 4, 2), keys=Tile(32, 64, 4, 2), scores=scores)
+    return Tiles(scores, scores, scores, scores)

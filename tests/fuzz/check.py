@@ -247,10 +247,6 @@ def settings(config: Config) -> Iterator[None]:
     """Sets the options of a configuration that are not arguments of the call."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, FLEXATTN_HOPPER=config.hopper))
-        if config.is_second_order and config.where.backend == "triton":
-            from flexattn.dispatch import triton_second_order
-
-            stack.enter_context(mock.patch.object(triton_second_order, "HAS_RUN", True))
         if config.where.backend == "eager" and config.has_small_blocks:
             from flexattn.dispatch import eager_backend
 

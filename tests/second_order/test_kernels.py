@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import attention, create_block_mask
@@ -16,9 +18,10 @@ from flexattn.dispatch import second_order, triton_second_order
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.runtime.device import Tile, pretended_device
+from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.kernels_triton.second_order.launch import Along, Incoming, Modified, Wanted, attention_double_backward
+from flexattn.kernels_triton.second_order.tiles import tiles_for
 from flexattn.mods.second import second
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_dlse, make_dout, make_inputs, reference_attention
@@ -103,7 +106,7 @@ def make(case: str, dtype: torch.dtype) -> tuple[AttentionSpec, Operands, list[T
     if size is not None:
         sizes = max(given["lengths_q"]), max(given["lengths_kv"])
         mask, mask_mod = create_block_mask(shows_blocks, None, None, *sizes, DEVICE, BLOCK_SIZE=size), shows_blocks
-        options["blocks"] = block_lists(mask, len(given["lengths_q"]), 4, *sizes, torch.device(DEVICE))
+        options["blocks"] = block_lists(mask, len(given["lengths_q"]), 4, *sizes, inputs.q.device)
     if score_mod is not None:
         score_mod = score_mod(randn(4, 37).float().requires_grad_())
     if score_mod is not None or mask_mod is not None:
@@ -170,7 +173,6 @@ def test_kernels_equal_the_formulas_in_fp64(case: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("fmt", ["bshd", pytest.param("thd", marks=pytest.mark.slow)])
 def test_attention_takes_them(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
     given: dict[str, Any] = (
         {"lengths_q": [9, 9], "lengths_kv": [9, 9]} if fmt == "bshd" else {"lengths_q": [9, 5], "lengths_kv": [7, 9]}
     )
@@ -200,14 +202,12 @@ def test_attention_takes_them(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert {*calls} == {"tangent", "double_backward"}
 
 
-def test_other_calls_take_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_calls_take_the_formulas() -> None:
     spec, x, _, _, _ = make("window, softcap, bias", torch.float32)
 
     def reason(spec: AttentionSpec, x: Operands = x) -> str | None:
         return triton_second_order.unsupported(spec, x, True)
 
-    assert "no GPU has run" in str(reason(spec))
-    monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
     assert reason(spec) is None
     assert x.bias is not None
     assert "that all keys share" in str(reason(spec, x._replace(bias=x.bias[..., :1])))
@@ -216,7 +216,7 @@ def test_other_calls_take_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in str(reason(spec._replace(dtype=torch.float64)))
 
 
-def test_explain_names_the_kernels_of_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_names_the_kernels_of_derivatives() -> None:
     q = randn(1, 16, 2, 16).bfloat16()
 
     def told(**options: Any) -> str:
@@ -224,19 +224,64 @@ def test_explain_names_the_kernels_of_derivatives(monkeypatch: pytest.MonkeyPatc
         return details.partition("tangents and second derivatives: ")[2].partition("\n")[0]
 
     assert told(backend="eager") == "torch operations"
-    assert told(backend="triton").startswith("torch operations, because no GPU has run these kernels")
-    monkeypatch.setattr(triton_second_order, "HAS_RUN", True)
     assert told(backend="triton") == "triton"
     assert told(backend="eager", fp8_recipe=flexattn.fp8.Recipe()) == ""
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the operations that wait for the device, which a CUDA graph cannot contain."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func) in ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default")
+        return func(*args, **kwargs or {})
+
+
+def test_launches_wait_for_no_device() -> None:
+    spec, x, along, dout, dlse = make("captures of first order, bias, dropout", torch.bfloat16)
+    lse, wanted = torch.zeros(2, 4, 19, device=DEVICE), [t is not None for t in along]
+    mod = mod_of(spec, along, wanted)
+    with recorded_launches() as launches, _Reads() as reads:
+        triton_second_order.double_backward(spec, x, triton_second_order.Given(lse, dout, dlse), along, wanted, mod)
+        assert not reads.count
+        torch.ones(1).item()
+    assert reads.count == 1
+    assert len(launches) == 6  # a tangent, k with v, q, the bias, two for captures
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_captured_in_a_cuda_graph() -> None:
+    attend = functools.partial(attention, deterministic=True)
+    q, *along = (randn(2, 64, 2, 64 + n).bfloat16()[..., :64].contiguous() for n in range(4))
+
+    def run() -> tuple[Any, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, q, q)]
+        gradients = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+        return *torch.func.jvp(attend, (q, q, q), tuple(along)), *torch.autograd.grad(gradients, leaves, along)
+
+    wanted = run()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = run()
+    for t in found:
+        t.detach().zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.slow
 def test_these_kernels_compile_without_a_block_mask() -> None:
     """Without a block mask the kernels' loops are others, and Triton 3.6 refuses more than later releases."""
     x = torch.zeros(1, 200, 4, 64, dtype=torch.bfloat16)
-    call, along, tile = Modified(Problem(x, x, x, softmax_scale=0.1)), Along(x, x, x), Tile(64, 64, 8, 1)
+    call, along, tiles = Modified(Problem(x, x, x, softmax_scale=0.1)), Along(x, x, x), tiles_for(90, 64, 2, is_plain=True)
     with pretended_device(90, 132), recorded_launches() as launches:
-        attention_double_backward(call, along, Incoming(torch.zeros(1, 4, 200), x), torch.zeros_like(x), Wanted(), tile)
+        attention_double_backward(call, along, Incoming(torch.zeros(1, 4, 200), x), torch.zeros_like(x), Wanted(), tiles)
     for report in compile_sound([request_for(launch, 90) for launch in launches]):
         assert set(report.matrix_instructions) == {"HGMMA"}
 
@@ -260,6 +305,6 @@ def test_compiled(dtype: torch.dtype, dim: int, capability: int) -> None:
     given = triton_second_order.Given(lse, out.to(dtype), None)
     with pretended_device(capability, 132), recorded_launches() as launches:
         triton_second_order.double_backward(spec, x, given, along, wanted, mod_of(spec, along, wanted))
-    assert len(launches) == 4  # a tangent, q with k and v, the bias, the capture
+    assert len(launches) == 5  # a tangent, k with v, q, the bias, the capture
     for report in compile_sound([request_for(launch, capability) for launch in launches]):
         assert report.shared_bytes <= 160 << 10
