@@ -17,6 +17,7 @@ LSE = 0.06  # twice the largest error in notes/measured_fp8.md (Sums of weights)
 # Limits of the error's root mean square by the result's: q, k and v are rounded too, and scores are sums of their products.
 RELATIVE, OF_INPUTS, OF_PRODUCTS = 0.3, 0.3, 2.0**-3
 NOTHING, CANCELLED = 2e-3, 0.02  # in out, and in a gradient
+DEVIATIONS = 4.5  # of an error that many calls do not reach
 
 
 class Limits(Protocol):
@@ -54,13 +55,19 @@ def compare(verdicts: Limits, when: str, call: Call, got: dict[str, Tensor]) -> 
 
 
 def _least(ref: Result, name: str) -> Tensor | float:
-    """Returns the error that is allowed if a gradient nearly cancels; it is of the size of the terms, or what delta's rounding
-    makes of it.
+    """Returns the error that is allowed if a gradient nearly cancels; it is of the size of the terms, or what roundings make of it.
+
+    The root mean square of n independent normal numbers exceeds 1 + t / sqrt(n) with a probability of at most exp(-t**2 / 2)
+    (Boucheron et al., Concentration Inequalities, theorem 5.6). n: rows of the gradient, as many as have most of the noise.
     """
     if name == "out":
         return NOTHING
     noise = ref.noise.get(name[1:])
-    return CANCELLED if noise is None else _rms(noise).clamp(min=CANCELLED)
+    if noise is None:
+        return CANCELLED
+    sizes = noise.square().sum(-1)
+    shares = sizes / sizes.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return (_rms(noise) * (1.0 + DEVIATIONS * shares.square().sum().sqrt())).clamp(min=CANCELLED)
 
 
 def _limit(verdicts: Limits, what: str, error: Tensor, limit: float) -> None:

@@ -13,8 +13,10 @@ from tests.fuzz.calls import Call
 from tests.fuzz.check import EAGER, Verdicts
 from tests.fuzz.config import Config, draw_config
 from tests.fuzz.delta import ADDED_AT_ONCE
+from tests.fuzz.oracle import exact
 
 QUERIES, DIM = 130, 128
+DRAWS = 100
 
 
 def config_of_one_key(dtype: torch.dtype, fp8_of: str) -> Config:
@@ -85,3 +87,40 @@ def test_what_rounding_leaves_of_a_score_is_granted(dtype: torch.dtype, fp8_of: 
     with mock.patch.object(check, "is_cut", return_value=True), mock.patch.object(delta, "is_cut", return_value=True):
         judge(verdicts, "a call", call, got)
     assert bool(verdicts.failures()) == (size_of_delta != 1.0)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor [b, s, h, d] rounded to FP8, with a scale for each head of a sequence."""
+    x = x.detach().double()
+    scale = torch.finfo(dtype).max / x.abs().amax((1, 3), keepdim=True)
+    return (x * scale).float().to(dtype).double() / scale
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.0])
+def test_what_a_recipe_rounds_is_granted_in_calls_of_one_query(factor: float) -> None:
+    """Exact gradients of rounded operands always are; their double and 0 only where dp nearly cancels."""
+    config = config_of_one_key(torch.float16, "all")._replace(
+        head_dim_qk=16,
+        head_dim_v=48,
+        longest=(1, 1),
+        batch=1,
+        heads_kv=1,
+        group=3,
+        softmax_type="off-by-one",
+        dropout_p=0.5,
+        wants=frozenset("qkv"),
+        fp8="float8_e5m2",
+        fp8_of="recipe",
+        descales=("none",) * 3,
+    )
+    call, failures = Call(config, 0), 0
+    for _ in range(DRAWS):
+        call.refill()
+        tensors = call.tensors | {name: rounded(call.tensors[name], torch.float8_e4m3fn) for name in "qkv"}
+        assert call.dout is not None
+        result = exact(call.problem(), tensors, rounded(call.dout, torch.float8_e5m2), call.dlse, call.wanted)
+        verdicts = Verdicts()
+        got = {f"d{name}": (factor * result.gradients[name]).to(config.dtype) for name in "qk"}
+        in_fp8.compare(verdicts, "a call", call, got)
+        failures += bool(verdicts.failures())
+    assert failures == 0 if factor == 1.0 else failures > DRAWS / 2
