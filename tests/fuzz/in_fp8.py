@@ -58,16 +58,18 @@ def _least(ref: Result, name: str) -> Tensor | float:
     """Returns the error that is allowed if a gradient nearly cancels; it is of the size of the terms, or what roundings make of it.
 
     The root mean square of n independent normal numbers exceeds 1 + t / sqrt(n) with a probability of at most exp(-t**2 / 2)
-    (Boucheron et al., Concentration Inequalities, theorem 5.6). n: rows of the gradient, as many as have most of the noise.
+    (Boucheron et al., Concentration Inequalities, theorem 5.6). The errors of rows are independent, with unequal shares of the sum
+    of squares, and a gradient has no more directions than numbers: 1 / n is the sum of squared shares, and of 1 / numbers.
     """
     if name == "out":
         return NOTHING
     noise = ref.noise.get(name[1:])
     if noise is None:
         return CANCELLED
-    sizes = noise.square().sum(-1)
+    sizes = ref.noise.get("q", noise).square().sum(-1)
     shares = sizes / sizes.sum().clamp(min=torch.finfo(torch.float64).tiny)
-    return (_rms(noise) * (1.0 + DEVIATIONS * shares.square().sum().sqrt())).clamp(min=CANCELLED)
+    spread = (shares.square().sum() + 1.0 / max(1, noise.numel())).sqrt()
+    return (_rms(noise) * (1.0 + DEVIATIONS * spread)).clamp(min=CANCELLED)
 
 
 def _limit(verdicts: Limits, what: str, error: Tensor, limit: float) -> None:
