@@ -78,5 +78,5 @@ def options_of(num_warps: int, num_stages: int, ptx_options: str | None = None) 
     ptx_options: for ptxas; None: Triton's default. enable_fp_fusion fuses a product and a sum into one operation, which rounds
     once. Not every version of Triton has this default.
     """
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options: dict[str, object] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     return options if ptx_options is None else options | {"ptx_options": ptx_options}
