@@ -310,22 +310,26 @@ def _idle_barriers(ttgir: str) -> int:
 
 def sound_from(request: CompileRequest) -> tuple[CompiledKernel, store.Binary | None]:
     """Returns the kernel like `store.sound`, in this process, whose kernels must not be interpreted."""
-    return store.sound(lambda num_stages: compiled_from(replace(request, num_stages=num_stages)), request.num_stages)
+
+    def compile_with(num_stages: int, ptx_options: str | None) -> CompiledKernel:
+        return compiled_from(replace(request, num_stages=num_stages), ptx_options)
+
+    return store.sound(compile_with, request.num_stages)
 
 
-def compiled_from(request: CompileRequest) -> CompiledKernel:
-    """Compiles the kernel in this process, whose kernels must not be interpreted."""
+def compiled_from(request: CompileRequest, ptx_options: str | None = None) -> CompiledKernel:
+    """Compiles the kernel in this process, whose kernels must not be interpreted; for ptx_options see `options_of`."""
     kernel = getattr(importlib.import_module(request.module), request.kernel)
     constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
     source = _source(kernel, request.signature, constexprs, request.aligned)
-    options = _options(kernel, request.num_warps, request.num_stages)
+    options = _options(kernel, request.num_warps, request.num_stages, ptx_options)
     with compiling():
         return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)
 
 
-def _options(kernel: JITFunction[object], num_warps: int, num_stages: int) -> dict[str, object]:
+def _options(kernel: JITFunction[object], num_warps: int, num_stages: int, ptx_options: str | None = None) -> dict[str, object]:
     """Returns the compile options of a launch of the kernel; debug: enables the assertions of an `asserting_kernel`."""
-    options = options_of(num_warps, num_stages)
+    options = options_of(num_warps, num_stages, ptx_options)
     return options | {"debug": True} if kernel.debug else options
 
 

@@ -17,15 +17,18 @@ from flexattn.kernels_triton.runtime.device import capability_of
 
 
 def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and dout in 16 bits: the caller's tensors if the copy engine can read them, otherwise dequantised ones."""
+    """Returns q, k and dout in 16 bits: the caller's tensors, copied if the copy engine cannot read them, or dequantised ones.
+
+    So the numbers do not depend on strides. A hook for saved tensors may change the strides between the forward and the backward.
+    """
     x = problem
     copies = dict(zip(("dout", "q", "k"), x.copies16, strict=False))
     scales = scales_of(x)
 
     def copy(name: str, side: Literal["q", "kv"], t: Tensor, scale: Scale) -> Tensor:
         passed = copies.get(name)
-        if passed is not None and passed.dtype is dtype and descriptor_error(name, passed) is None:
-            return passed
+        if passed is not None and passed.dtype is dtype:
+            return passed if descriptor_error(name, passed) is None else passed.clone(memory_format=torch.contiguous_format)
         return dequantize(x, side, t, scale, torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format))
 
     return copy("q", "q", x.q, scales[0]), copy("k", "kv", x.k, scales[1]), copy("dout", "q", dout, scales[3])

@@ -63,9 +63,20 @@ memory per thread block".
 """
 
 
-def options_of(num_warps: int, num_stages: int) -> dict[str, object]:
-    """Returns the options of Triton's compiler. All kernels have the same options, except for these two numbers.
+def shared_memory_limit(architecture: int) -> int:
+    """Returns the limit of the newest listed capability that is not newer than `architecture`."""
+    return SHARED_MEMORY_LIMIT[max(listed for listed in SHARED_MEMORY_LIMIT if listed <= architecture)]
 
-    enable_fp_fusion fuses a product and a sum into one operation, which rounds once. Not every version of Triton has this default.
+
+UNOPTIMISED = "--opt-level 0"
+"""Options of ptxas for a kernel that it otherwise miscompiles: slower code, with many spills."""
+
+
+def options_of(num_warps: int, num_stages: int, ptx_options: str | None = None) -> dict[str, object]:
+    """Returns the options of Triton's compiler. All kernels have the same options, except for these.
+
+    ptx_options: for ptxas; None: Triton's default. enable_fp_fusion fuses a product and a sum into one operation, which rounds
+    once. Not every version of Triton has this default.
     """
-    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options: dict[str, object] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return options if ptx_options is None else options | {"ptx_options": ptx_options}

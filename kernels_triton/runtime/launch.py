@@ -139,7 +139,7 @@ def is_current(device: torch.device) -> bool:
 
 _MOST_KERNELS = 1024
 _kernels: OrderedDict[object, Direct | None] = OrderedDict()  # by everything that Triton specialises a kernel for
-_stages: OrderedDict[object, int] = OrderedDict()  # by the same key, for kernels that Triton launches
+_options: OrderedDict[object, dict[str, object]] = OrderedDict()  # by the same key, for kernels that Triton launches
 _counts = {"hits": 0, "misses": 0}
 _lock = fork_safe(threading.Lock())
 
@@ -154,7 +154,7 @@ def clear_kernels() -> None:
     """Clears the cache of kernels, but not Triton's own caches."""
     with _lock:
         _kernels.clear()
-        _stages.clear()
+        _options.clear()
         _counts.update(hits=0, misses=0)
 
 
@@ -226,7 +226,7 @@ def _launch(kernel: Launchable, programs: int, device: torch.device, tile: Tile,
     if direct is not None:
         direct.launch(programs, current_stream(device), arguments)
     else:
-        options = compiler.options_of(tile.num_warps, _sound_stages(kernel, key, tile, arguments))
+        options = _sound_options(kernel, key, tile, arguments)
         with compiler.compiling():
             kernel[(programs,)](*arguments, **options)
     watcher = thread.watcher
@@ -253,22 +253,23 @@ def _find_or_compile(
 def _compile(kernel: Launchable, tile: Tile, arguments: tuple[object, ...]) -> tuple[Any, store.Binary | None]:
     """Returns a kernel like `store.sound`."""
 
-    def compile_with(num_stages: int) -> object:
+    def compile_with(num_stages: int, ptx_options: str | None) -> object:
         with compiler.compiling():
-            return kernel.warmup(*arguments, grid=(1,), **compiler.options_of(tile.num_warps, num_stages))
+            return kernel.warmup(*arguments, grid=(1,), **compiler.options_of(tile.num_warps, num_stages, ptx_options))
 
     return store.sound(compile_with, tile.num_stages)
 
 
-def _sound_stages(kernel: Launchable, key: tuple[object, ...], tile: Tile, arguments: tuple[object, ...]) -> int:
-    """Returns the number of stages with which `_compile` compiles the kernel of a key."""
-    found = _stages.get(key)
+def _sound_options(kernel: Launchable, key: tuple[object, ...], tile: Tile, arguments: tuple[object, ...]) -> dict[str, object]:
+    """Returns the options with which `_compile` compiles the kernel of a key."""
+    found = _options.get(key)
     if found is None:
-        found = _compile(kernel, tile, arguments)[0].metadata.num_stages
+        metadata = _compile(kernel, tile, arguments)[0].metadata
+        found = compiler.options_of(tile.num_warps, metadata.num_stages, metadata.ptx_options)
         with _lock:
-            _stages[key] = found
-            while len(_stages) > _MOST_KERNELS:
-                _stages.popitem(last=False)
+            _options[key] = found
+            while len(_options) > _MOST_KERNELS:
+                _options.popitem(last=False)
     return found
 
 

@@ -24,7 +24,8 @@ was loaded for something else, such as the seed of dropout. The dataflow of unwr
 wrote the register. So the origin of each descriptor is followed too: no load and no floating-point number may be part of one.
 
 `tests/portable/test_sound_kernels.py` draws calls of all head dims and features, and finds no such register in their kernels. If a
-kernel has one anyway, it is compiled with another number of stages (`store.sound`). If none helps, it is not launched.
+kernel has one anyway, it is compiled with another number of stages, and at last by ptxas -O0, whose code is slow (`store.sound`).
+If nothing helps, it is not launched.
 """
 
 from __future__ import annotations

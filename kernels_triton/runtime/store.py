@@ -8,6 +8,7 @@ to a machine without a compiler. `flexattn.kept_files` defines the owner that a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITCallable
 
 from flexattn import kept_files
 from flexattn.kernels_triton.runtime import imitation
-from flexattn.kernels_triton.runtime.compiler import SHARED_MEMORY_LIMIT
+from flexattn.kernels_triton.runtime.compiler import UNOPTIMISED, shared_memory_limit
 from flexattn.kernels_triton.runtime.sass_registers import MiscompiledError, check_code
 from flexattn.kernels_triton.runtime.source_key import source_key
 
@@ -50,24 +52,34 @@ class Binary(NamedTuple):
     code: bytes
 
 
-def sound(compile_with: Callable[[int], Any], num_stages: int) -> tuple[object, Binary | None]:
+def sound(compile_with: Callable[[int, str | None], Any], num_stages: int) -> tuple[object, Binary | None]:
     """Returns a kernel as Triton compiled it, and its `binary_of`.
 
-    If ptxas miscompiles the kernel, other numbers of stages are tried: fewer, then one more if shared memory has room.
+    If ptxas miscompiles the kernel, or if the kernel needs more shared memory than a program has, other numbers of stages are
+    tried: fewer, then one more. Layouts pass through shared memory beside the tiles, and mods decide how many. If ptxas miscompiles
+    each of them, it compiles without optimisations.
 
-    compile_with: compiles the kernel with a number of stages. Raises MiscompiledError if no number gives right code.
+    compile_with: compiles the kernel with a number of stages and options of ptxas. Raises MiscompiledError if no code is right, and
+    Triton's OutOfResources if no number of stages fits.
     """
-    first = None
+    errors: list[Exception] = []
+    miscompiled: list[int] = []
     for stages in (num_stages, *range(num_stages - 1, 0, -1), num_stages + 1):
-        compiled = compile_with(stages)
-        if stages > num_stages and compiled.metadata.shared > SHARED_MEMORY_LIMIT[compiled.metadata.target.arch]:
-            break
+        compiled = compile_with(stages, None)
+        needed, limit = compiled.metadata.shared, shared_memory_limit(compiled.metadata.target.arch)
+        if needed > limit:
+            errors.append(OutOfResources(needed, limit, "shared memory"))
+            continue
         try:
             return compiled, binary_of(compiled)
         except MiscompiledError as error:
-            first = first or error
-    assert first is not None
-    raise first
+            errors.append(error)
+            miscompiled.append(stages)
+    for stages in miscompiled[:1]:
+        compiled = compile_with(stages, UNOPTIMISED)
+        with contextlib.suppress(MiscompiledError):
+            return compiled, binary_of(compiled)
+    raise errors[0]
 
 
 def binary_of(compiled: Any) -> Binary | None:

@@ -15,6 +15,7 @@ from tests.fuzz.oracle import Result
 
 # Roundings of float32 beside cuts; and of out and of p in 16 bits (see `delta_errors`).
 ROW_STEPS, ROW_OUT_STEPS = 4.0, 4.0
+FP8_ROUNDINGS = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # half of the distance of two neighbours, relative to them
 ADDED_AT_ONCE = 16  # products that a tensor core adds to a sum before it cuts it: up to a unit in the last place is lost each time
 
 
@@ -47,15 +48,22 @@ def delta_errors(call: Call, ref: Result) -> Tensor:
 
 
 def fp8_delta_deviations(call: Call, ref: Result) -> Tensor:
-    """Returns a bound of the standard deviation of delta in a call in FP8, shaped like lse, with the sign of delta.
+    """Returns a bound of the standard deviation of dp - delta in a call in FP8, shaped like lse, with the sign of delta.
 
-    A row of v in FP8 times its scale is rounded to out's dtype, by at most u, even if there is one key, whose weight is exact.
+    - A row of v in FP8 times its scale is rounded to out's dtype, by at most u, even if there is one key, whose weight is exact.
+    - A recipe rounds v to E4M3 and dout to its gradients' dtype, each number by a uniform error of at most u of it, whose
+      deviation is u / sqrt(3). dp is a sum of products of dout and v, whose numbers have a size of 1, so these errors add up to
+      the root of the sum of squares of dout. Where few products cancel, it is more than any share of what is left.
     """
     if call.dout is None:
         return torch.zeros_like(ref.lse)
-    terms = _terms(call, ref)
-    deviations = torch.finfo(call.config.dtype).eps / 2.0 * terms.square().sum(-1).sqrt()
-    return _as_lse(deviations * terms.sum(-1).sign(), call.config.q_format)
+    config, terms = call.config, _terms(call, ref)
+    variances = (torch.finfo(config.dtype).eps / 2.0) ** 2 * terms.square().sum(-1)
+    if config.fp8_of == "recipe":
+        dout = call.dout.double().nan_to_num(0.0, 0.0, 0.0) / (1.0 - config.dropout_p)
+        roundings = FP8_ROUNDINGS["float8_e4m3fn"] ** 2 + FP8_ROUNDINGS[config.fp8] ** 2
+        variances = variances + roundings / 3.0 * dout.square().sum(-1)
+    return _as_lse(variances.sqrt() * terms.sum(-1).sign(), config.q_format)
 
 
 def _terms(call: Call, ref: Result) -> Tensor:

@@ -17,6 +17,7 @@ LSE = 0.06  # twice the largest error in notes/measured_fp8.md (Sums of weights)
 # Limits of the error's root mean square by the result's: q, k and v are rounded too, and scores are sums of their products.
 RELATIVE, OF_INPUTS, OF_PRODUCTS = 0.3, 0.3, 2.0**-3
 NOTHING, CANCELLED = 2e-3, 0.02  # in out, and in a gradient
+DEVIATIONS = 4.5  # of an error that many calls do not reach
 
 
 class Limits(Protocol):
@@ -54,13 +55,21 @@ def compare(verdicts: Limits, when: str, call: Call, got: dict[str, Tensor]) -> 
 
 
 def _least(ref: Result, name: str) -> Tensor | float:
-    """Returns the error that is allowed if a gradient nearly cancels; it is of the size of the terms, or what delta's rounding
-    makes of it.
+    """Returns the error that is allowed if a gradient nearly cancels; it is of the size of the terms, or what roundings make of it.
+
+    The root mean square of n independent normal numbers exceeds 1 + t / sqrt(n) with a probability of at most exp(-t**2 / 2)
+    (Boucheron et al., Concentration Inequalities, theorem 5.6). The errors of rows are independent, with unequal shares of the sum
+    of squares, and a gradient has no more directions than numbers: 1 / n is the sum of squared shares, and of 1 / numbers.
     """
     if name == "out":
         return NOTHING
     noise = ref.noise.get(name[1:])
-    return CANCELLED if noise is None else _rms(noise).clamp(min=CANCELLED)
+    if noise is None:
+        return CANCELLED
+    sizes = ref.noise.get("q", noise).square().sum(-1)
+    shares = sizes / sizes.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    spread = (shares.square().sum() + 1.0 / max(1, noise.numel())).sqrt()
+    return (_rms(noise) * (1.0 + DEVIATIONS * spread)).clamp(min=CANCELLED)
 
 
 def _limit(verdicts: Limits, what: str, error: Tensor, limit: float) -> None:

@@ -13,8 +13,10 @@ from tests.fuzz.calls import Call
 from tests.fuzz.check import EAGER, Verdicts
 from tests.fuzz.config import Config, draw_config
 from tests.fuzz.delta import ADDED_AT_ONCE
+from tests.fuzz.oracle import exact
 
 QUERIES, DIM = 130, 128
+SEEDS = range(60, 100)
 
 
 def config_of_one_key(dtype: torch.dtype, fp8_of: str) -> Config:
@@ -25,6 +27,7 @@ def config_of_one_key(dtype: torch.dtype, fp8_of: str) -> Config:
         q_format="bshd",
         kv_format="bshd",
         has_lengths=False,
+        listed=0,
         lengths_in="",
         packing="",
         batch=2,
@@ -85,3 +88,57 @@ def test_what_rounding_leaves_of_a_score_is_granted(dtype: torch.dtype, fp8_of: 
     with mock.patch.object(check, "is_cut", return_value=True), mock.patch.object(delta, "is_cut", return_value=True):
         judge(verdicts, "a call", call, got)
     assert bool(verdicts.failures()) == (size_of_delta != 1.0)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor [b, s, h, d] rounded to FP8, with a scale for each head of a sequence."""
+    x = x.detach().double()
+    scale = torch.finfo(dtype).max / x.abs().amax((1, 3), keepdim=True)
+    return (x * scale).float().to(dtype).double() / scale
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, -1.0])
+def test_what_a_recipe_rounds_is_granted_in_calls_of_one_query(factor: float) -> None:
+    """Exact gradients of rounded operands always are, also of the call with seed 67, whose dp nearly cancels; wrong ones rarely."""
+    config = config_of_one_key(torch.float16, "all")._replace(
+        head_dim_qk=16,
+        head_dim_v=48,
+        longest=(1, 1),
+        batch=1,
+        heads_kv=1,
+        group=3,
+        softmax_type="off-by-one",
+        dropout_p=0.5,
+        wants=frozenset("qkv"),
+        fp8="float8_e5m2",
+        fp8_of="recipe",
+        descales=("none",) * 3,
+    )
+    calls = [call for call in (Call(config, seed) for seed in SEEDS) if call.tensors["q"].numel() and call.tensors["k"].numel()]
+    failures = 0
+    for call in calls:
+        tensors = call.tensors | {name: rounded(call.tensors[name], torch.float8_e4m3fn) for name in "qkv"}
+        assert call.dout is not None
+        result = exact(call.problem(), tensors, rounded(call.dout, torch.float8_e5m2), call.dlse, call.wanted)
+        verdicts = Verdicts()
+        got = {f"d{name}": (factor * result.gradients[name]).to(config.dtype) for name in "qk"}
+        in_fp8.compare(verdicts, "a call", call, got)
+        failures += bool(verdicts.failures())
+    assert failures == 0 if factor == 1.0 else failures > len(calls) / 2
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-4])
+def test_what_rounding_makes_of_a_score_that_cancels_is_granted(error: float) -> None:
+    """Sums of 192 products of a size of 1, of which a softcap of 2 leaves the ones that nearly cancel. Plain torch is exact."""
+    config = config_of_one_key(torch.float32, "")._replace(
+        head_dim_qk=192, has_scale=True, has_softcap=True, return_lse=True, wants=frozenset(), loss=frozenset({"lse"})
+    )
+    calls = (Call(config, seed) for seed in range(100))
+    call = next(x for x in calls if (x.tensors["q"].shape[1], x.tensors["k"].shape[1]) == (QUERIES, 1))
+    call._scale, call._softcap = 1.0, 2.0
+    q, k = call.tensors["q"], call.tensors["k"].repeat_interleave(config.group, 2)
+    lse = 2.0 * torch.tanh(cut_sum(q, k.expand_as(q)).double() / 2.0) + error
+    verdicts = Verdicts()
+    with mock.patch.object(check, "is_cut", return_value=True), mock.patch.object(check, "plain", check.exact):
+        check.compare(verdicts, "a call", call, {"lse": lse.float().movedim(2, 1)})
+    assert bool(verdicts.failures()) == (error != 0.0)

@@ -18,6 +18,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_L
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.gluon.descales import Scale
+from flexattn.kernels_triton.gluon.descriptors import descriptor_error
 from flexattn.kernels_triton.hopper import dkdv_consumer, dq_consumer, fp8_backward_operands
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper.fp8_backward import FP8_BACKWARD, Fp8BackwardTile
@@ -324,6 +325,23 @@ def test_mods_compiled(dims: tuple[int, int]) -> None:
         assert report.idle_barriers == 0, f"{case_name}: {report}"
         assert not report.warnings, f"{case_name}: {report.warnings}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case_name}: {report.shared_bytes}"
+
+
+@pytest.mark.parametrize("strides", ["expanded", "off 16 bytes", "plain"])
+def test_copies_in_16_bits_have_the_callers_numbers_at_any_strides(strides: str) -> None:
+    """A hook for saved tensors may change the strides; a repeated call has the same gradients."""
+    q = torch.randn(1, 5, 2, 64).to(torch.bfloat16)
+    k = torch.randn(1, 7, 2, 64).to(torch.bfloat16)
+    if strides == "expanded":
+        q = q[:, :, :1].expand(q.shape)
+    elif strides == "off 16 bytes":
+        q = torch.cat([q.new_zeros(1), q.flatten()])[1:].view(q.shape)
+    q8, k8, dout8 = q.to(E4M3), k.to(E4M3), q.to(E5M2)
+    descales = (torch.ones(1, 1, 1),) * 4
+    problem = Problem(q8, k8, k8, softmax_scale=0.1, descales=descales, copies16=(q, q, k))
+    for found, given in zip(fp8_backward_operands.copies_in_16_bits(problem, dout8, q.dtype), (q, k, q), strict=True):
+        assert torch.equal(found, given)
+        assert descriptor_error("a copy", found) is None
 
 
 @pytest.mark.parametrize(

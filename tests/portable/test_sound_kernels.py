@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexattn import attention
 from flexattn.kernels_triton.ahead_of_time import build
-from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, CompileRequest, request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import DKDV, FORWARD, split_head_dim
 from flexattn.kernels_triton.runtime import store
@@ -24,7 +24,9 @@ from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.kernels_triton.runtime.sass_registers import check_code
 from tests.fuzz.calls import Call
+from tests.fuzz.check import CALLS, ON_GPU, config_of
 from tests.fuzz.config import FEATURES, HALF, Where, draw_config
+from tests.fuzz.modes import attend
 from tests.support.compiled_kernels import compile_beside, compile_sound
 from tests.support.fp8_caches import SCALES, make_case
 
@@ -136,6 +138,30 @@ def test_a_kernel_that_ptxas_miscompiles_with_one_stage_gets_another(
     binary = store.find(tmp_path, "forward")
     assert binary is not None, done.stdout + done.stderr
     check_code(binary.name, "wgmma", binary.code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("6501014000010.0", "_attn_fwd_kernel"), ("6501002000042.0", "_attn_bwd_dq_kernel")],
+    ids=["code", "memory"],
+)
+def test_a_call_of_the_fuzz_gets_a_kernel_that_can_run(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch, forked_python: Any, tmp_path: Path
+) -> None:
+    """ptxas 12.8 miscompiles the first with each number of stages. The second needs 233,472 bytes of shared memory with two."""
+    config = config_of(ON_GPU, name)
+    config = config._replace(where=config.where._replace(device="cpu"))
+    call = Call(config, int(name.split(".")[0]) * CALLS)
+    requests = launched(lambda: attend(call), config.hopper, monkeypatch)
+    [request] = {request.kernel: request for request in requests if request.kernel == kernel}.values()
+    job = tmp_path / "job"
+    job.write_bytes(pickle.dumps((1, [(request, kernel)], tmp_path)))
+    done = forked_python("-m", build.__name__, str(job))
+    binary = store.find(tmp_path, kernel)
+    assert binary is not None, done.stdout + done.stderr
+    check_code(binary.name, "wgmma", binary.code)
+    assert binary.shared <= SHARED_MEMORY_LIMIT[90]
 
 
 @pytest.mark.slow

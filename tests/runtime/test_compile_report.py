@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from flexattn.kernels_triton.ahead_of_time import build, compile_report
@@ -206,21 +207,32 @@ def test_a_kernel_that_ptxas_made_wrong_code_of_is_not_launched(product, undefin
         assert store.binary_of(compiled).code == b"code"
 
 
-def _tries(monkeypatch: pytest.MonkeyPatch, sound: set[int], shared: int = 0) -> tuple[list[int], Callable[[int], Any]]:
-    """Returns a list of the numbers of stages that are tried, and a compile function. sound: the numbers that give right code."""
-    tried: list[int] = []
+def _tries(
+    monkeypatch: pytest.MonkeyPatch, sound: set[object], shared: Mapping[int, int] = {}
+) -> tuple[list[object], Callable[[int, str | None], Any]]:
+    """Returns a list of the numbers of stages that are tried, and a compile function. sound: the numbers that give right code.
 
-    def compile_with(num_stages: int) -> Any:
-        tried.append(num_stages)
+    "slow" stands for code without optimisations. shared: bytes of shared memory by the number of stages.
+    """
+    tried: list[object] = []
+
+    def compile_with(num_stages: int, ptx_options: str | None = None) -> Any:
+        tried.append(num_stages if ptx_options is None else "slow")
         metadata = SimpleNamespace(
-            name="kernel", num_ctas=1, num_warps=4, shared=shared, num_stages=num_stages, target=SimpleNamespace(arch=90)
+            name="kernel",
+            num_ctas=1,
+            num_warps=4,
+            shared=shared.get(num_stages, 0),
+            num_stages=num_stages,
+            ptx_options=ptx_options,
+            target=SimpleNamespace(arch=90),
         )
-        code = {"ptx": "wgmma", "cubin": str(num_stages).encode()}
+        code = {"ptx": "wgmma", "cubin": str(tried[-1]).encode()}
         return SimpleNamespace(metadata=metadata, src=SimpleNamespace(signature={}), asm=code)
 
     def check_code(name: str, ptx: str, cubin: bytes) -> None:
-        if int(cubin) not in sound:
-            raise MiscompiledError(f"with {int(cubin)} stages")
+        if cubin.decode() not in map(str, sound):
+            raise MiscompiledError(f"with {cubin.decode()} stages")
 
     monkeypatch.setattr(store, "check_code", check_code)
     return tried, compile_with
@@ -228,22 +240,41 @@ def _tries(monkeypatch: pytest.MonkeyPatch, sound: set[int], shared: int = 0) ->
 
 @pytest.mark.parametrize(
     ("num_stages", "sound", "tried"),
-    [(3, {3, 2}, [3]), (3, {2, 1}, [3, 2]), (3, {1, 4}, [3, 2, 1]), (3, {4}, [3, 2, 1, 4]), (1, {2}, [1, 2])],
+    [
+        *((3, {3, 2}, [3]), (3, {2, 1}, [3, 2]), (3, {1, 4}, [3, 2, 1]), (3, {4}, [3, 2, 1, 4]), (1, {2}, [1, 2])),
+        (2, {"slow"}, [2, 1, 3, "slow"]),
+    ],
 )
 def test_a_miscompiled_kernel_gets_another_number_of_stages(num_stages, sound, tried, monkeypatch):
+    """The last resort is code that ptxas does not optimise."""
     found, compile_with = _tries(monkeypatch, sound)
     compiled, binary = store.sound(compile_with, num_stages)
     assert found == tried
-    assert (compiled.metadata.num_stages, binary.code) == (tried[-1], str(tried[-1]).encode())
+    assert (compiled.metadata.num_stages, binary.code) == (
+        num_stages if tried[-1] == "slow" else tried[-1],
+        str(tried[-1]).encode(),
+    )
 
 
-@pytest.mark.parametrize(("sound", "shared"), [(set(), 0), ({3}, SHARED_MEMORY_LIMIT[90] + 1)])
+TOO_MUCH = SHARED_MEMORY_LIMIT[90] + 1
+
+
+@pytest.mark.parametrize(("sound", "shared"), [(set(), {}), ({3}, {3: TOO_MUCH})])
 def test_a_kernel_that_no_number_of_stages_makes_right_is_an_error(sound, shared, monkeypatch):
     """The error is that of the requested number; one stage more may need too much shared memory."""
     tried, compile_with = _tries(monkeypatch, sound, shared)
     with pytest.raises(MiscompiledError, match="with 2 stages"):
         store.sound(compile_with, 2)
-    assert tried == [2, 1, 3]
+    assert tried == [2, 1, 3, "slow"]
+
+
+def test_a_kernel_without_room_in_shared_memory_gets_fewer_stages(monkeypatch):
+    tried, compile_with = _tries(monkeypatch, {1, 2, 3}, {3: TOO_MUCH, 2: TOO_MUCH, 1: TOO_MUCH - 1})
+    assert store.sound(compile_with, 3)[1].code == b"1"
+    assert tried == [3, 2, 1]
+    _, compile_with = _tries(monkeypatch, {1, 2}, {2: TOO_MUCH, 1: TOO_MUCH})
+    with pytest.raises(OutOfResources, match=f"shared memory, Required: {TOO_MUCH}"):
+        store.sound(compile_with, 1)
 
 
 def test_each_way_to_a_kernel_takes_the_stages_that_are_right(monkeypatch, tmp_path):
@@ -268,12 +299,12 @@ def test_each_way_to_a_kernel_takes_the_stages_that_are_right(monkeypatch, tmp_p
         assert launch._find_or_compile(Kernel(), (), 90, tile, ()).code == b"2"
     assert tried == [1, 2]
     monkeypatch.setattr(launch, "is_plain", lambda: False)
-    monkeypatch.setattr(launch, "_stages", OrderedDict())
+    monkeypatch.setattr(launch, "_options", OrderedDict())
     for _ in range(2):
         launch._launch(Kernel(), 1, torch.device("cpu"), tile, ())
     assert launched == [2, 2]
     assert tried == [1, 2] * 2
-    monkeypatch.setattr(compile_report, "compiled_from", lambda request: compile_with(request.num_stages))
+    monkeypatch.setattr(compile_report, "compiled_from", lambda request, _: compile_with(request.num_stages))
     assert build._build(CompileRequest("module", "kernel", {}, {}, 90, 4, 1), "1 stages, built", tmp_path) == ""
     assert store.find(tmp_path, "1 stages, built").code == b"2"
 
