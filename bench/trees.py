@@ -97,6 +97,10 @@ def calls_of(qkv: list[Tensor], options: dict[str, Any]) -> dict[str, Callable[[
     }
 
 
+def _times(calls: dict[str, Callable[[], object]], way: str) -> list[float]:
+    return event_times(calls[way], CALLS, lambda: None)
+
+
 def measure(tree: Tree, run: Run, device: str = "cuda") -> None:
     mask_mod, tokens = mask_of(tree, device)
     qkv = tensors(tokens, device)
@@ -110,10 +114,11 @@ def measure(tree: Tree, run: Run, device: str = "cuda") -> None:
     masks = dict.fromkeys(ways, mask_mod) | {"dense causal": mods.causal()}
     errors = {way: error_of(masks[way], qkv, attention(*qkv, backend="triton", **options)) for way, options in ways.items()}
     for direction, products in (("forward", 2), ("backward", 5)):
-        for way in ways:
+        own = {way: calls[way][direction] for way in ways}
+        for call in own.values():
             for _ in range(3):
-                calls[way][direction]()
-        samples = in_turns(ways, ROUNDS, lambda way, of=direction: event_times(calls[way][of], CALLS, lambda: None))
+                call()
+        samples = in_turns(own, ROUNDS, functools.partial(_times, own))
         rates = {}
         for way in ways:
             times = quartiles(samples[way])

@@ -99,12 +99,14 @@ def test_alone_in_batches_in_pages_and_in_chunks(name: str) -> None:
             assert torch.equal(lse, alone[b][1][LENGTHS[b] - count :]), (what, b)
 
 
-@pytest.mark.parametrize("piece", [32, 96])  # blocks of 64 keys are cut by the pieces, or the pieces by the blocks
+@pytest.mark.parametrize(
+    "piece", [32, pytest.param(96, marks=pytest.mark.slow)]
+)  # blocks of 64 keys are cut by the pieces, or the pieces by the blocks
 def test_a_block_mask_has_the_bits_of_its_mask_mod(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed tree: whole, in chunks with a block mask of their own, and beside another row, whose lists are others."""
     monkeypatch.setattr(problems, "SPLIT_PIECE", piece)
     tokens = 110
-    segments = torch.tensor([[-1, 0, 0, 2], [3, 50, 60, 100], [50, 60, 100, tokens]])
+    segments = torch.tensor([[-1, -1, 1, 1, 3], [3, 32, 70, 76, 100], [30, 70, 76, 100, tokens]])
     tree = mods.tree(*segments, tokens)
     q, k, v = torch.randn(3, 2, tokens, 1, 16, generator=torch.Generator().manual_seed(2))
 
@@ -120,7 +122,7 @@ def test_a_block_mask_has_the_bits_of_its_mask_mod(piece: int, monkeypatch: pyte
         return attention(chunk, k[:rows], v[:rows], **call, batch_invariant=True, return_lse=True, backend="triton")
 
     alone = masked(0, tokens)
-    for first, end, rows, size in ((0, tokens, 1, 32), (40, tokens, 2, 64), (99, 100, 1, 64)):
+    for first, end, rows, size in ((0, tokens, 1, 32), (40, tokens, 2, 64)):
         out, lse = masked(first, end, rows, BLOCK_SIZE=size)
         assert torch.equal(out[:1], alone[0][:, first:end]), (first, rows, size)
         assert torch.equal(lse[:1], alone[1][..., first:end]), (first, rows, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tests.fuzz.config import FEATURES, Where, draw_config
 pytest.importorskip("triton", reason="triton is not installed")
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
-from flexattn.kernels_triton.common.problem import Forward, Problem
+from flexattn.kernels_triton.common.problem import BlockLists, Forward, Problem
 from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, SPARSE_BACKWARD, SPARSE_FORWARDS, Policy, choose
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch
@@ -289,6 +290,16 @@ def _invariant_call(dims: tuple[int, int], queries: int, keys: int, form: str, *
     lse = torch.empty((8, 3 * queries) if form == "packed" else (3, 8, queries), device="meta")
     problem = Problem(q, k, v, softmax_scale=0.1, bottom_right=True, is_batch_invariant=True, **more)
     return Forward(problem, q.new_empty(*q.shape[:-1], d_v), lse)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_batch_invariant_call_with_a_block_mask_runs_portable_kernels(capability: int) -> None:
+    call = _invariant_call((128, 128), 300, 300, "dense")
+    lists = [torch.empty(1, 1, 3, *columns, dtype=torch.int32, device="meta") for _ in range(4) for columns in ((), (3,))]
+    masked = call._replace(problem=replace(call.problem, block_mask=BlockLists(*lists, 128, 128)))
+    with pretended_device(capability, 132):
+        assert choose(masked, Policy(ignores_measurements=True)).family.name == "portable"
+        assert choose(call, Policy(ignores_measurements=True)).family.name != "portable"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.support.invariant_calls import Kernel, check
 @without_gpu
 @pytest.mark.parametrize("capability", [80, 86])
 def test_alone_in_a_batch_and_in_chunks(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At head dim 128 few queries have blocks of 32 keys in other calls, and many have 64 on 8.0."""
+    """At head dim 128, few queries have blocks of 32 keys in other calls, and many have 64 on 8.0."""
     monkeypatch.setattr(problems, "SPLIT_PIECE", 128)
     ways = [([90, 1], {"capacity": 240}), ([1, 1], {"capacity": 240, "page_size": 16}), ([40, 1], {})]
     check(Kernel(mma_forward, mma_forward.mma_forward, conditions, capability), (150, 200), ways, dim=128)

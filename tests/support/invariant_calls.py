@@ -84,7 +84,10 @@ def attend(
 
 
 def check(kernel: Kernel, lengths: tuple[int, ...], ways: list[tuple[list[int], dict[str, Any]]], **call: Any) -> None:
-    """Compares sequences alone, packed, with the last `counts` queries of each in one call. ways: (counts, arguments of `attend`)."""
+    """Compares sequences alone, packed, with the last queries of each in one call.
+
+    ways: (numbers of queries, arguments of `attend`) of the calls.
+    """
     most = [max(counts[b] for counts, _ in ways) for b in range(len(lengths))]
     alone = [attend(kernel, lengths, [b], [most[b]], **call)[0] for b in range(len(lengths))]
     for counts, how in ways:
