@@ -44,8 +44,8 @@ FP8_BLOCK = 32
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     """Returns why the kernels cannot run `spec` in `direction`, with an alternative, or None if they can."""
-    if spec.batch_invariant and direction == "forward" and (reason := _varies_with_the_batch(spec)):
-        return reason
+    if spec.batch_invariant and direction == "forward" and spec.fp8 is not None:
+        return "FP8 scales depend on the batch; leave out fp8_recipe, or batch_invariant"
     if spec.kv_dtype is torch.float8_e4m3fn and spec.capability is not None and spec.capability < (8, 9):
         return (
             "keys in float8_e4m3fn need compute capability 8.9 (Ada) or later, and this GPU has "
@@ -75,15 +75,6 @@ def _lists_error(spec: AttentionSpec) -> str | None:
     }
     given = [name for name, is_given in others.items() if is_given]
     return f"kv_indices with {' and '.join(given)} has no kernel; use backend='eager', or leave it out" if given else None
-
-
-def _varies_with_the_batch(spec: AttentionSpec) -> str | None:
-    """Returns why a sequence's bitwise result depends on the batch, or None if it does not."""
-    if spec.fp8 is not None:
-        return "FP8 scales depend on the batch; leave out fp8_recipe, or batch_invariant"
-    if spec.block_size is not None:
-        return "the order of a block_mask's lists changes the rounding; pass the mask as a mask_mod only"
-    return None
 
 
 def _beyond(spec: AttentionSpec, larger_ones: str) -> str:
@@ -242,6 +233,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     from flexattn.kernels_triton.families import choose
 
     gradients = empty_gradients(spec, x)
+    spec = spec._replace(batch_invariant=False)  # a backward is not, and takes the fastest kernels
     policy = policy_of(spec)
     call = _backward_call(spec, x, (out, lse, dout, dlse), gradients, policy)
     choice = choose(call, policy)
@@ -275,6 +267,8 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
 
     if direction == "backward" and spec.for_backward() is not spec:
         return None
+    if direction == "backward":
+        spec = spec._replace(batch_invariant=False)
     is_large, x = has_large_l2(x.q.device), x.on_meta()
     with torch.no_grad(), recorded_on(spec, has_large_l2=is_large):
         results, policy = empty_outputs(spec, x), policy_of(spec)

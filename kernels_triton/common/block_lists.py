@@ -188,6 +188,27 @@ def query_loops(visible, lists, b, h, first_column, META: tl.constexpr):
     return _loops(visible, query_lists(lists, b, h, first_column, visible, META) if META.BLOCK_SIZE_Q > 0 else None)
 
 
+@triton.jit
+def loops_in_order(visible, lists, b, h, first_row, META: tl.constexpr):
+    # Returns the tiles of `visible` in one loop, in their order. lists: from `BlockLists.in_order`.
+    SIZE: tl.constexpr = META.BLOCK_SIZE_KV
+    BLOCK: tl.constexpr = META.BLOCK_N
+    row = b * lists.stride_b + h * lists.stride_h + first_row // META.BLOCK_SIZE_Q
+    pointer = list_from(lists.indices_ptr, row, lists.length, 0)
+    count = tl.load(lists.counts_ptr + row)
+    skipped, count = cut_list(pointer, count, visible.begin, visible.end, SIZE, True, META)
+    pointer += skipped
+    begin = count * 0
+    end = begin
+    if count > 0:  # a block of the mask may begin before `visible`, and end after it
+        begin = tl.maximum(visible.begin - tl.load(pointer) * SIZE, 0) // BLOCK
+        end = count * (SIZE // BLOCK) - tl.maximum((tl.load(pointer + count - 1) + 1) * SIZE - visible.end, 0) // BLOCK
+    full_ptr = list_from(lists.full_indices_ptr, row, lists.length, skipped)
+    listed = TileList(masked_ptr=pointer, num_masked=count, full_ptr=full_ptr, skip_from=0, skipped=0)
+    none = TileRange(begin=0, end=0, listed=listed)
+    return Loops(first=none, full=none, rest=TileRange(begin=begin, end=end, listed=listed))
+
+
 @triton.constexpr_function
 def first_loop(HAS_LEFT, BLOCK_SIZE_Q):
     """Returns the place in `Loops` of the first loop over keys that may have tiles."""
@@ -195,11 +216,15 @@ def first_loop(HAS_LEFT, BLOCK_SIZE_Q):
 
 
 @triton.jit
-def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_IN_ORDER: tl.constexpr = False):
     # Returns (first row of tile t of a `TileList`, whether its block is full). If SIZE is 0 there is no block mask: tile t then
-    # begins at row t.
+    # begins at row t. IS_IN_ORDER: the list is from `loops_in_order`.
     if SIZE == 0:
         return t, False
+    elif IS_IN_ORDER:
+        tiles_of_block: tl.constexpr = SIZE // BLOCK
+        place = t // tiles_of_block
+        return tl.load(listed.masked_ptr + place) * SIZE + t % tiles_of_block * BLOCK, tl.load(listed.full_ptr + place) != 0
     else:
         tiles: tl.constexpr = SIZE // BLOCK
         block = t // tiles

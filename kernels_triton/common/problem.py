@@ -117,6 +117,23 @@ class BlockLists(NamedTuple):
             length=indices.shape[-1],
         )
 
+    def in_order(self) -> BlockMaskLists:
+        """The key blocks that each query block sees, full or not, in one ascending list, with 1 for each full one beside it."""
+        kinds = self.kinds()
+        blocks = torch.arange(kinds.shape[-1], dtype=torch.int32, device=kinds.device)
+        blocks, order = torch.where(kinds > 0, blocks, kinds.shape[-1]).sort(dim=-1)
+        counts = (kinds > 0).sum(-1, dtype=torch.int32)
+        stride_b, stride_h = _list_strides(counts)
+        return BlockMaskLists(
+            counts_ptr=counts,
+            indices_ptr=blocks,
+            full_counts_ptr=counts,
+            full_indices_ptr=(kinds == 2).gather(-1, order).int(),
+            stride_b=stride_b,
+            stride_h=stride_h,
+            length=blocks.shape[-1],
+        )
+
     def kinds(self) -> Tensor:
         """Returns int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
         assert self.kv_indices is not None

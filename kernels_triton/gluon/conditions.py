@@ -64,6 +64,8 @@ def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | Non
     """Returns the reason if the blocks of the problem's block mask are not multiples of a tile (queries, keys); None: they are."""
     if problem.block_mask is None:
         return None
+    if problem.is_batch_invariant:
+        return "it has the blocks of a block mask in an order that depends on all queries of a tile"
     sizes = (problem.block_mask.block_size_q, problem.block_mask.block_size_kv)
     if all(size % block == 0 for size, block in zip(sizes, tile, strict=True)):
         return None

@@ -81,10 +81,10 @@ def forward_tile(problem: Problem) -> HopperTile:
 def fitted_forward_tile(problem: Problem) -> HopperTile | None:
     """Returns the tile that fits the problem's head dims or few keys; None: there is none for this problem."""
     x = problem
-    if x.page_table is not None:
+    if x.page_table is not None or x.is_batch_invariant:  # the number of queries decides about these tiles
         return None
     d_qk, d_v = x.q.shape[-1], x.v.shape[-1]
-    is_dense = x.bias is None and x.block_mask is None and not x.is_batch_invariant
+    is_dense = x.bias is None and x.block_mask is None
     is_few = is_dense and x.longest_kv <= FEW_KEYS and x.longest_q >= _MANY_QUERIES
     if is_few and (tile := few_keys_tile(d_qk, d_v, x.longest_kv)):
         return tile

@@ -71,7 +71,7 @@ def forward_tile(problem: Problem, capability: int | None = None) -> MmaTile:
     tiles: tuple[MmaTile, ...] = _LARGE_MEMORY if (capability or capability_of(x.device)) == 80 else _SMALL_MEMORY
     if x.is_modified or x.dropout_p > 0:
         tiles = _MODIFIED
-    elif rows_of_a_tile(x) <= _FEW_QUERIES[0].block_m:
+    elif rows_of_a_tile(x) <= _FEW_QUERIES[0].block_m and not x.is_batch_invariant:
         tiles = _FEW_QUERIES
     elif x.is_fp8:
         tiles = _FP8

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn.kernels_triton.common.addressing import HeadRows, paged_rows, row_at, row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
-from flexattn.kernels_triton.common.block_lists import Loops, TileRange, first_loop, key_loops, listed_tile
+from flexattn.kernels_triton.common.block_lists import Loops, TileRange, first_loop, key_loops, listed_tile, loops_in_order
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
 from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS
 from flexattn.kernels_triton.common.dropout import dropout_keep
@@ -91,7 +91,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     k_pointer = row_at(block.k, tiles.begin)
     v_pointer = row_at(block.v, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
+        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N, META.PIECE > 0)
         if META.BLOCK_SIZE_Q > 0:
             k_pointer = row_at(block.k, n)
             v_pointer = row_at(block.v, n)
@@ -265,7 +265,7 @@ def _visible_share(visible, tile, num_splits, META: tl.constexpr):
     # Returns the keys of a tile's split or piece
     if tile.piece is not None:
         visible = range_of_blocks(visible, tile.piece.first, tile.piece.end, META.BLOCK_N)
-    if num_splits is not None and META.BLOCK_SIZE_Q == 0:
+    if num_splits is not None and (META.BLOCK_SIZE_Q == 0 or META.PIECE > 0):
         visible = range_of_split(visible, tile.split, num_splits, META.BLOCK_N, META.PIECE)
     return visible
 
@@ -397,9 +397,12 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
 
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
     visible = _visible_share(visible, tile, num_splits, META)
-    loops = key_loops(visible, args.lists, b, h, first_row, META)
-    if META.BLOCK_SIZE_Q > 0 and num_splits is not None:
-        loops = _loops_of_split(loops, split, num_splits)
+    if META.BLOCK_SIZE_Q > 0 and META.PIECE > 0:
+        loops = loops_in_order(visible, args.lists, b, h, first_row, META)
+    else:
+        loops = key_loops(visible, args.lists, b, h, first_row, META)
+        if META.BLOCK_SIZE_Q > 0 and num_splits is not None:
+            loops = _loops_of_split(loops, split, num_splits)
     own_block = _Block(
         head=head,
         h_kv=h_kv,
@@ -496,7 +499,7 @@ def attention_forward(
             largest.fill_(float("-inf"))
     args = Arguments(
         inputs=x.inputs(meta),
-        lists=x.lists("kv"),
+        lists=x.block_mask.in_order() if x.block_mask is not None and x.piece > 0 else x.lists("kv"),
         out=rows(parts_out, meta),
         lse_ptr=lse if parts is None else parts.lse,
         max_logit_ptr=largest,

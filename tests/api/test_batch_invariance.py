@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import attention
+from flexattn import attention, create_block_mask, mods
 from flexattn.kernels_triton.common import problem as problems
 from tests.support.pages import make_pool
 
@@ -99,6 +99,38 @@ def test_alone_in_batches_in_pages_and_in_chunks(name: str) -> None:
             assert torch.equal(lse, alone[b][1][LENGTHS[b] - count :]), (what, b)
 
 
+@pytest.mark.parametrize(
+    "piece", [32, pytest.param(96, marks=pytest.mark.slow)]
+)  # blocks of 64 keys are cut by the pieces, or the pieces by the blocks
+def test_a_block_mask_has_the_bits_of_its_mask_mod(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed tree: whole, in chunks with a block mask of their own, and beside another row, whose lists are others."""
+    monkeypatch.setattr(problems, "SPLIT_PIECE", piece)
+    tokens = 110
+    segments = torch.tensor([[-1, -1, 1, 1, 3], [3, 32, 70, 76, 100], [30, 70, 76, 100, tokens]])
+    tree = mods.tree(*segments, tokens)
+    q, k, v = torch.randn(3, 2, tokens, 1, 16, generator=torch.Generator().manual_seed(2))
+
+    def masked(first: int, end: int, rows: int = 1, **call: Any) -> tuple[Tensor, ...]:
+        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return tree(b, h, i + first, j) & ((b == 0) | (j % 2 == 0))
+
+        if call:
+            call = {"block_mask": create_block_mask(mask_mod, rows, None, end - first, tokens, "cpu", **call)}
+        else:
+            call = {"mask_mod": mask_mod}
+        chunk = q[:rows, first:end]
+        return attention(chunk, k[:rows], v[:rows], **call, batch_invariant=True, return_lse=True, backend="triton")
+
+    alone = masked(0, tokens)
+    for first, end, rows, size in ((0, tokens, 1, 32), (40, tokens, 2, 64)):
+        out, lse = masked(first, end, rows, BLOCK_SIZE=size)
+        assert torch.equal(out[:1], alone[0][:, first:end]), (first, rows, size)
+        assert torch.equal(lse[:1], alone[1][..., first:end]), (first, rows, size)
+    right = attention(*(x[:1].double() for x in (q, k, v)), mask_mod=tree, return_lse=True, backend="eager")
+    for found, wanted in zip(alone, right, strict=True):
+        torch.testing.assert_close(found, wanted.float(), rtol=2e-6, atol=2e-6)
+
+
 def test_the_result_is_right() -> None:
     counts = [9, 21]
     found = attend([0, 2], counts, 160)
@@ -125,9 +157,8 @@ def test_backends_that_cannot_say_so(by: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("FLEXATTN_BATCH_INVARIANT", "1")
     with pytest.raises(flexattn.BackendError, match="the rounding of torch's matrix products may depend on the batch"):
         attention(q, k, v, backend="eager", **call)
-    mask = flexattn.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
-    with pytest.raises(flexattn.BackendError, match="pass the mask as a mask_mod only"):
-        attention(q, k, v, block_mask=mask, backend="triton", **call)
+    with pytest.raises(flexattn.BackendError, match="FP8 scales depend on the batch"):
+        attention(*(x.bfloat16() for x in (q, k, v)), fp8_recipe=flexattn.fp8.Recipe(), backend="triton", **call)
     text = flexattn.explain(q, k, v, backend="triton", **call).details
     assert "cuDNN runs on CUDA devices" in text or "cuDNN's rounding of a sequence may depend on the rest of the batch" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from tests.fuzz.config import FEATURES, Where, draw_config
 pytest.importorskip("triton", reason="triton is not installed")
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
-from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, SPARSE_BACKWARD, SPARSE_FORWARDS, Policy
+from flexattn.kernels_triton.common.problem import BlockLists, Forward, Problem
+from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, SPARSE_BACKWARD, SPARSE_FORWARDS, Policy, choose
+from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch
 from tests.support.compiled_kernels import compile_sound
 
@@ -270,3 +273,47 @@ def test_what_is_chosen_is_launched(row: Row, policy: Policy, monkeypatch: pytes
 def test_what_is_chosen_for_a_drawn_call_is_launched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: FORCED)
     check(*on_sm_90(**Call(draw_config(seed, WHERE), seed).arguments()))
+
+
+def _invariant_call(dims: tuple[int, int], queries: int, keys: int, form: str, **more: Any) -> Forward:
+    """A forward in 16 bits of three sequences, dense, packed or over pages of 16."""
+    d_qk, d_v = dims
+    shapes = ((queries, 8, d_qk), (keys, 2, d_qk), (keys, 2, d_v))
+    q, k, v = (torch.empty(3, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    lengths = torch.empty(4, dtype=torch.int32, device="meta")
+    if form == "packed":
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        more |= {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "max_seqlen_q": queries, "max_seqlen_kv": keys}
+    if form == "pages":
+        k, v = (torch.empty(1024, 16, 2, d, dtype=torch.bfloat16, device="meta") for d in (d_qk, d_v))
+        more |= {"page_table": lengths.new_empty(3, 600), "seqused_kv": lengths[1:], "max_seqlen_kv": keys}
+    lse = torch.empty((8, 3 * queries) if form == "packed" else (3, 8, queries), device="meta")
+    problem = Problem(q, k, v, softmax_scale=0.1, bottom_right=True, is_batch_invariant=True, **more)
+    return Forward(problem, q.new_empty(*q.shape[:-1], d_v), lse)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_batch_invariant_call_with_a_block_mask_runs_portable_kernels(capability: int) -> None:
+    call = _invariant_call((128, 128), 300, 300, "dense")
+    lists = [torch.empty(1, 1, 3, *columns, dtype=torch.int32, device="meta") for _ in range(4) for columns in ((), (3,))]
+    masked = call._replace(problem=replace(call.problem, block_mask=BlockLists(*lists, 128, 128)))
+    with pretended_device(capability, 132):
+        assert choose(masked, Policy(ignores_measurements=True)).family.name == "portable"
+        assert choose(call, Policy(ignores_measurements=True)).family.name != "portable"
+
+
+@pytest.mark.parametrize(
+    ("capability", "never_ran"), [(80, False), (86, False), (90, False), (90, True), (100, False), (100, True), (120, False)]
+)
+def test_no_length_and_no_form_chooses_the_key_blocks_of_a_batch_invariant_call(capability: int, never_ran: bool) -> None:
+    policy = Policy(ignores_measurements=True, takes_what_never_ran=never_ran)
+    scores: tuple[dict[str, Any], ...] = ({}, {"window_right": 0}, {"window_left": 99, "window_right": 0}, {"softcap": 5.0})
+    for dims in ((64, 64), (80, 80), (128, 128), (192, 128), (512, 512)):
+        for more in scores:
+            found: dict[tuple[str, int], list[Any]] = {}
+            for form in ("dense", "packed", "pages"):
+                for queries, keys in ((1, 9000), (20, 300), (300, 300), (5000, 5000)):
+                    with pretended_device(capability, 132):
+                        choice = choose(_invariant_call(dims, queries, keys, form, **more), policy)
+                    found.setdefault((choice.family.name, choice.tile.block_n), []).append((form, queries, keys))
+            assert len(found) == 1, (dims, more, found)

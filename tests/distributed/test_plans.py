@@ -32,7 +32,7 @@ from flexattn.distributed.mask import LocalBand, Mask, Piece, local_band, make_p
 from flexattn.distributed.plans import Plan
 from flexattn.mods.library import causal, sliding_window
 from tests.conftest import ROOT
-from tests.support.context_parallel_calls import some
+from tests.support.context_parallel_calls import packed_tree, some
 
 HEADS = Heads(32, 8, 128, 128, 2, 1)
 FEW = CELLS["128k, documents"].documents  # 63 documents
@@ -407,7 +407,7 @@ def sparse(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (j < 100) | ((i - j).abs() < 200) | ((j > 1500) & (j < 1500 + i // 4))
 
 
-@pytest.mark.parametrize("mod", [sparse, causal()])
+@pytest.mark.parametrize("mod", [sparse, causal(), packed_tree(4096)])
 def test_block_masks_are_balanced_in_chunks_of_whole_blocks(mod: Any) -> None:
     mask = flexattn.create_block_mask(mod, None, None, 4096, 4096, "cpu")
     plan = distributed.plan(4, length=4096, block_mask=mask)

@@ -78,10 +78,18 @@ def far(b: Any, h: Any, i: Any, j: Any) -> Any:
 BLOCK_MODS: dict[str, Callable[..., Any]] = {"near": near_or_first, "far": far}
 
 
+def packed_tree(tokens: int) -> Any:
+    """Returns the mask of a prompt with two answers, the second with two continuations, in a row of so many tokens."""
+    parents = torch.tensor([-1, 0, 0, 2, 2], device=DEVICE)
+    bounds = torch.tensor([0, 3, 4, 6, 7, 8], device=DEVICE) * tokens // 8
+    return flexattn.mods.tree(parents, bounds[:-1], bounds[1:], tokens)
+
+
 @functools.cache
 def _block_mask(name: str, sizes: tuple[int | None, int | None, int, int], block_size: int) -> Any:
     name, _, change = name.partition(" ")
-    mask = flexattn.create_block_mask(BLOCK_MODS[name], *sizes, device=DEVICE.type, BLOCK_SIZE=block_size)
+    mod = packed_tree(sizes[3]) if name == "tree" else BLOCK_MODS[name]
+    mask = flexattn.create_block_mask(mod, *sizes, device=DEVICE.type, BLOCK_SIZE=block_size)
     if change == "other":  # lists that contradict the mod: blocks that are hidden, or visible in full
         places = torch.meshgrid(
             *(torch.arange(n, device=DEVICE) for n in (*mask.kv_num_blocks.shape, mask.kv_indices.shape[-1])), indexing="ij"
@@ -352,6 +360,7 @@ FEATURES = {
     "blocks of all documents, with a mask, ALiBi and dropout": Problem(
         ((40, 40), (7, 7), (20, 35)), None, (6, 3), blocks="far all heads", options=DROPOUT | {"bias_type": "alibi"}
     ),
+    "blocks of a packed tree": Problem(((90, 90),), batch=1, mask="no_mask", blocks="tree all heads"),
     "fewer tokens than ranks": Problem(((1, 1),), batch=1),
     "no tokens": Problem(((0, 0),)),
     "no tokens in documents": Problem(((0, 0), (0, 0)), None),
