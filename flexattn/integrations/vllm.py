@@ -43,7 +43,7 @@ _MASK = "padding_causal_bottom_right"
 def register() -> None:
     """Registers `FlexattnBackend` as "FLEXATTN" and `FlexattnMlaBackend` as "FLEXATTN_MLA" in vLLM.
 
-    It is an entry point of the group `vllm.general_plugins`, which vLLM calls in each of its processes. A second call has no effect.
+    It is an entry point of the group `vllm.general_plugins`, which vLLM calls in each process. A second call has no effect.
     """
     for backend in (FlexattnBackend, FlexattnMlaBackend):
         name = backend.get_name()
@@ -111,7 +111,9 @@ class FlexattnMetadataBuilder(base.AttentionMetadataBuilder):  # type: ignore[mi
     def _places(self, slots: Tensor) -> dict[str, Tensor]:
         """Returns the page and the row of each slot. Slots below 0 are of tokens that are not stored."""
         if len(slots) > self._slots.shape[1]:
-            raise ValueError(f"slot_mapping has {len(slots)} tokens; accepted: {self._slots.shape[1]}; raise max_num_batched_tokens")
+            raise ValueError(
+                f"slot_mapping has {len(slots)} tokens; accepted: {self._slots.shape[1]}; raise max_num_batched_tokens"
+            )
         pages, rows, counts = self._slots[:, : len(slots)]
         size = self.kv_cache_spec.block_size
         torch.div(slots, size, rounding_mode="floor", out=pages)
@@ -288,13 +290,8 @@ class FlexattnMlaMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc
     query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
 
     def _build_decode(self, **step: Any) -> FlexattnMlaDecode:
-        return FlexattnMlaDecode(
-            block_table=step["block_table_tensor"],
-            seq_lens=step["seq_lens_device"],
-            dcp_tot_seq_lens=step["dcp_tot_seq_lens_device"],
-            cu_seqlens_q=step["query_start_loc_device"],
-            max_seqlen_q=step["max_query_len"],
-        )
+        lengths = super()._build_decode(**step)
+        return FlexattnMlaDecode(**vars(lengths), cu_seqlens_q=step["query_start_loc_device"], max_seqlen_q=step["max_query_len"])
 
 
 class FlexattnMlaBackend(MLACommonBackend):  # type: ignore[misc]
@@ -344,18 +341,26 @@ class FlexattnMlaImpl(MLACommonImpl):  # type: ignore[misc]
         NotImplementedError: if attn_type is not "decoder", if the cache is in FP8, or if alibi_slopes or a sliding_window is given.
     """
 
-    def __init__(self, *call: Any, **options: Any) -> None:
-        super().__init__(*call, **options)
-        names = ("alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type")
-        given = dict(zip(names, call[4:9], strict=False)) | {name: options[name] for name in names if name in options}
-        _check_decoder(given["attn_type"], given["kv_cache_dtype"], FlexattnMlaBackend)
-        for name in ("alibi_slopes", "sliding_window"):
-            if given[name] is not None:
-                raise NotImplementedError(f"{name} is {given[name]} with latent attention; accepted: None")
+    def __init__(
+        self,
+        *,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        **sizes: Any,
+    ) -> None:
+        _check_decoder(attn_type, kv_cache_dtype, FlexattnMlaBackend)
+        options = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window}
+        for name, value in options.items():
+            if value is not None:
+                raise NotImplementedError(f"{name} is {value} with latent attention; accepted: None")
+        super().__init__(**options, kv_cache_dtype=kv_cache_dtype, logits_soft_cap=logits_soft_cap, attn_type=attn_type, **sizes)
         self.supports_quant_query_input = False
         self._options = {
             "softmax_scale": self.scale,
-            "softcap": given["logits_soft_cap"] or 0.0,
+            "softcap": logits_soft_cap or 0.0,
             "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
         }
 
