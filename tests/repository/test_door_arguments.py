@@ -70,6 +70,13 @@ UNREAD = {
     "transformers/masks.py": {
         "allow_torch_fix": "has no effect in transformers either",
     },
+    "vllm.py": {
+        "fast_build": "a step's metadata takes few kernels",
+        "kv_cache_spec": "the page sizes are the same for all caches",
+        "dtype": "supports_dtype has the answer",
+        "rest": "other methods have the answers",
+        "layer": "a latent cache has no scales",
+    },
     "xformers.py": {"op": "names one of xformers' kernels"},
     "te/context_parallel.py": {"_saved": "the gradient of an empty result, by which a second derivative finds the guard"},
 }
