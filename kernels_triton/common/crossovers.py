@@ -565,7 +565,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # products. 256 tokens are slower forward.
     Rule(use="fitted tile", width=(72, 80), mask=("causal", "open"), dropout=False, paged=False, packed=False, grouped=False,
          batch_invariant=False, tokens=(1024, None), gain=1.09, source="fitted_h200.json"),
-    # --- Lists of keys: 2,048 keys of one latent head, for 128 query heads; 64 queries take 77 us instead of 271.
+    # --- Lists of keys: 2,048 keys of one latent head, for 128 query heads; 64 queries take 79 us instead of 278.
     Rule(use="sm_90 sparse latent", head_dim=512, width=(512, 576), gain=3.3,
          source=("sparse_hopper_h200.json", "sparse_h200.json")),
     # --- mma.sync beside the portable kernels: code of sm_80 and of sm_89 on an H200, with an H200's occupancy
