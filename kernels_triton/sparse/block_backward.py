@@ -94,9 +94,9 @@ def _sparse_block_bwd_kernel(args: BackwardArguments, KV_BLOCK: tl.constexpr, HE
         s, factor, cap_tanh, score = logits(tl.dot(k, tl.trans(q)), i, j, scale, head, None, META)
         p = tl.exp2(tl.fma(s, factor, -lse_log2[None, :]))
         p = tl.where(visible_keys(i, j, sequence.len_kv, block.shift, inputs.band, META), p, 0.0)
+        dv = tl.dot(p.to(q.dtype), dout, dv)
         dp = tl.dot(v, tl.trans(dout))
         ds = through_mods(p * (dp - delta[None, :]), cap_tanh, score, i, j, head, None, META).to(q.dtype)
-        dv = tl.dot(p.to(q.dtype), dout, dv)
         dk = tl.dot(ds, q, dk)
         dq = tl.trans(tl.dot(k_transposed, ds)) * scale
         store_part(pairs, part_rows(listed, unit, pairs), listed, dq, META.HEAD_DIM_QK)

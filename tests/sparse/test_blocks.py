@@ -1,0 +1,49 @@
+"""The kernels that go through lists block by block, against the fp64 reference, interpreted, and compiled for other GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexattn.dispatch import triton_backend
+from flexattn.kernels_triton import families
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.sparse import inversion
+from tests.sparse.test_attention import call, check, launches_of
+from tests.support.compiled_kernels import compile_sound
+from tests.support.families import recorded_families
+
+CASES = [
+    ("long, causal, counts, softcap, wide blocks", torch.bfloat16, (16, 24)),
+    ("long, packed lengths, three heads, one list, sink, wide blocks", torch.float16, (48, 40)),
+    ("long, lengths, counts, sink, many heads, wide blocks", torch.bfloat16, (32, 16)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: families.Policy(takes_what_never_ran=True))
+
+
+@pytest.mark.parametrize(("case", "dtype", "dims"), CASES, ids=str)
+@pytest.mark.parametrize(
+    "memory", [pytest.param(1 << 30, marks=pytest.mark.slow), 2 << 10], ids=["one chunk of queries", "chunks of queries"]
+)
+def test_results_and_gradients(
+    case: str, dtype: torch.dtype, dims: tuple[int, int], memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inversion, "MOST_BYTES", memory)
+    with recorded_families() as chosen:
+        check(call(case, dtype, dims), deterministic=True)
+    assert chosen == {"sparse by block"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sm", "dims"), [(80, (64, 64)), (90, (128, 128)), (100, (128, 64))])
+def test_kernels_compile(sm: int, dims: tuple[int, int]) -> None:
+    given = call("packed lengths, counts, sink, wide blocks", torch.bfloat16, dims)
+    launches = {launch.kernel.__name__: launch for launch in launches_of(given, sm, False)}
+    names = ["_sparse_block_fwd_kernel", "_sparse_block_out_kernel", "_sparse_block_bwd_kernel", "_sparse_block_dq_kernel"]
+    for report in compile_sound([request_for(launches[name], sm) for name in names]):
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
+        assert not report.spill_instructions
