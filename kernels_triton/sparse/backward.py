@@ -158,7 +158,7 @@ def _sparse_blocks_kernel(args: TargetArguments, KV_BLOCK: tl.constexpr, TARGET:
         place = unit.begin + step // steps * (BLOCK_M // HEADS) + places // HEADS
         rows = listed_rows(unit, place, step % steps * HEADS + places % HEADS, inputs, chunk, listed, META)
         is_row = rows.is_row[:, None]
-        w_rows = (rows.local * inputs.num_heads + rows.h) * (chunk.lines * LINE) + rows.entry * KV_BLOCK
+        w_rows = (rows.local.to(tl.int64) * inputs.num_heads + rows.h) * (chunk.lines * LINE) + rows.entry * KV_BLOCK
         w = tl.load(args.weights_ptr + (w_rows[:, None] + keys[None, :]), mask=is_row, other=0.0)
         x_rows = row_offsets(args.x, rows, META)
         y = tl.load(args.x.ptr + (x_rows[:, None] + columns[None, :]), mask=is_row & is_column, other=0.0)

@@ -90,13 +90,13 @@ def _sparse_block_bwd_kernel(args: BackwardArguments, KV_BLOCK: tl.constexpr, HE
         lse = tl.load(args.lse_ptr + statistic, mask=listed.is_row, other=float("inf"))
         lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
         delta = tl.load(args.delta_ptr + statistic, mask=listed.is_row, other=0.0)
-        i = (listed.row - sequence.start_q).to(tl.int32)[None, :]
+        i = (listed.row - sequence.start_q)[None, :]
         s, factor, cap_tanh, score = logits(tl.dot(k, tl.trans(q)), i, j, scale, head, None, META)
         p = tl.exp2(tl.fma(s, factor, -lse_log2[None, :]))
         p = tl.where(visible_keys(i, j, sequence.len_kv, block.shift, inputs.band, META), p, 0.0)
-        dv = tl.dot(p.to(q.dtype), dout, dv)
         dp = tl.dot(v, tl.trans(dout))
         ds = through_mods(p * (dp - delta[None, :]), cap_tanh, score, i, j, head, None, META).to(q.dtype)
+        dv = tl.dot(p.to(q.dtype), dout, dv)
         dk = tl.dot(ds, q, dk)
         dq = tl.trans(tl.dot(k_transposed, ds)) * scale
         store_part(pairs, part_rows(listed, unit, pairs), listed, dq, META.HEAD_DIM_QK)

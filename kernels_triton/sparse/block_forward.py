@@ -172,7 +172,7 @@ def _sparse_block_fwd_kernel(args: ForwardArguments, KV_BLOCK: tl.constexpr, HEA
         listed = listed_rows(unit, first + row // HEADS, row % HEADS, inputs, pairs.chunk, pairs.listed, META)
         q = load_rows(inputs.q, listed, META.QK0, META.HEAD_DIM_QK, META)
         qk = tl.dot(q, k)
-        i = (listed.row - sequence.start_q).to(tl.int32)[:, None]
+        i = (listed.row - sequence.start_q)[:, None]
         s, factor, _, _ = logits(qk, i, j, inputs.scores.scale, head, None, META)
         s = tl.where(visible_keys(i, j, sequence.len_kv, block.shift, inputs.band, META), s, float("-inf"))
         row_max = tl.max(s, 1) * factor

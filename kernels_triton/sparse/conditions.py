@@ -6,8 +6,8 @@ import torch
 
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.runtime.device import Tile, capability_of
-from flexattn.kernels_triton.sparse.tiles import BLOCKS
+from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability_of
+from flexattn.kernels_triton.sparse.tiles import BLOCKS, LARGE_MEMORY
 
 _SHARED_MEMORY = 224 * 1024  # for tiles
 
@@ -52,6 +52,8 @@ def block_unsupported(problem: Problem) -> str | None:
     x = problem
     if x.q.dtype not in (torch.float16, torch.bfloat16) or x.descales_kv or x.latent_rows is not None:
         return "it takes q, k and v in 16 bits"
+    if capability_of(x.device) not in (INTERPRETER, *LARGE_MEMORY):
+        return "it needs the shared memory of compute capability 8.0, 9.0 or 10.0"
     if x.page_table is not None:
         return "it takes k and v without pages"
     if x.kv_block not in BLOCKS or x.group_size > 32 or max(x.q.shape[-1], x.v.shape[-1]) > 128:

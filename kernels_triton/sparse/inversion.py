@@ -121,7 +121,7 @@ def listed_rows(unit: Unit, place, in_group, inputs: Inputs, chunk: Chunk, liste
     # Returns head `in_group` of the group, for the queries at `place` in the order.
     tokens = inputs.lengths_q.num_tokens
     is_row = (place < unit.end) & (in_group < inputs.group_size)
-    entry = tl.load(unit.order_ptr + place, mask=is_row, other=0)
+    entry = tl.load(unit.order_ptr + place, mask=is_row, other=0).to(tl.int32)  # a chunk has fewer than 2**31 values
     local = entry // listed.entries
     token = chunk.first + local
     return ListedRows(
@@ -137,7 +137,7 @@ def listed_rows(unit: Unit, place, in_group, inputs: Inputs, chunk: Chunk, liste
 @triton.jit
 def row_offsets(x, rows: ListedRows, META: tl.constexpr):
     # Returns the offsets of rows in a tensor with q's layout.
-    return (rows.b * x.stride_b + rows.row * x.stride_s + rows.h.to(tl.int64) * x.stride_h) * META.ALIGN
+    return (rows.b.to(tl.int64) * x.stride_b + rows.row.to(tl.int64) * x.stride_s + rows.h.to(tl.int64) * x.stride_h) * META.ALIGN
 
 
 class Chunks:

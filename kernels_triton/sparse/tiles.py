@@ -9,7 +9,7 @@ from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability
 _WIDE = 512  # from these head dims on, of q and v together, a tile of 64 keys leaves no room for a second one
 
 
-_LARGE_MEMORY = (80, 90, 100)  # GPUs whose programs can have over 160 KB of shared memory
+LARGE_MEMORY = (80, 90, 100)  # GPUs whose programs can have over 160 KB of shared memory
 
 BLOCKS = (16, 32, 64, 128)
 """Sizes of blocks of keys whose gradients one program sums."""
@@ -32,7 +32,7 @@ def backward_tile(problem: Problem) -> Tile:
     heads = padded_heads(x)
     if x.head_dims < _WIDE or x.q.element_size() > 2 or _is_interpreted(x):
         return _tile(x, 64 if x.q.element_size() == 2 else 32)
-    is_large = capability_of(x.device) in _LARGE_MEMORY
+    is_large = capability_of(x.device) in LARGE_MEMORY
     if WEIGHTS_APART and is_large and heads >= 64:
         return Tile(min(heads, 128), 128, 8, 3, apart=True)
     return Tile(min(heads, 32), 32 if is_large else 16, 8, 2)

@@ -47,3 +47,15 @@ def test_kernels_compile(sm: int, dims: tuple[int, int]) -> None:
     for report in compile_sound([request_for(launches[name], sm) for name in names]):
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
         assert not report.spill_instructions
+
+
+@pytest.mark.slow
+def test_blocks_of_128_keys_fit() -> None:
+    q, k, v = (torch.randn(1, n, h, 128, dtype=torch.bfloat16, requires_grad=True) for n, h in ((8, 64), (512, 4), (512, 4)))
+    lists = torch.zeros(1, 8, 4, 3, dtype=torch.int32)
+    launches = launches_of({"q": q, "k": k, "v": v, "kv_indices": lists, "kv_block_size": (1, 128)}, 90, False)
+    reports = compile_sound([request_for(launch, 90) for launch in launches if "_sparse_block_" in launch.kernel.__name__])
+    assert len(reports) == 4
+    for report in reports:
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90]
+        assert report.spill_load_bytes <= 160  # of the backward, whose sums of keys and values fill half of the registers
