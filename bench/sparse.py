@@ -1,16 +1,18 @@
 """Attention by lists of keys (kv_indices) in shapes of models: time, TFLOP/s and error of the Triton kernels, beside dense calls.
 
-    python -m flexattn.bench.sparse --out sparse.json [--only PATTERN ...]
+    python -m flexattn.bench.sparse --out sparse.json [--only PATTERN ...] [--weights-apart]
 
-Each row is a direction of a cell. The eager backend checks the results of a few queries in fp32. Needs a GPU.
+Each row is a direction of a cell. The eager backend checks the results of a few queries in fp32. attention-gym's gather_attn (`pip
+install attn_gym`) has rows beside cells with one key head and equal head dims. Needs a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from flexattn import attention
 from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu, quartiles
+from flexattn.call_cache import clear_cache
 
 CALLS = 8
 CHECKED = 64  # queries whose results are compared with the eager backend
@@ -40,6 +43,7 @@ CELLS = (
     Cell("FlashMLA prefill 8k", 4096, 8192, (128, 1), (576, 512), 2048),
     Cell("FlashMLA prefill 32k", 4096, 32768, (128, 1), (576, 512), 2048),
     Cell("FlashMLA prefill 8k, dense", 4096, 8192, (128, 1), (576, 512), 0),
+    Cell("512 columns 8k", 4096, 8192, (128, 1), (512, 512), 2048),
     Cell("MiniMax-M3 16k, blocks of 128", 16384, 16384, (64, 4), (128, 128), 16, 128),
     Cell("GQA 16k, 1024 keys", 16384, 16384, (32, 4), (128, 128), 1024),
     Cell("GQA 16k, dense", 16384, 16384, (32, 4), (128, 128), 0),
@@ -70,7 +74,7 @@ def flops_of(cell: Cell, direction: str) -> float:
     """Returns the floating-point operations of the products, without recomputation of scores."""
     first = cell.keys - cell.queries
     seen = cell.listed * cell.block * cell.queries if cell.listed else sum(range(first + 1, cell.keys + 1))
-    return 2.0 * seen * cell.heads[0] * sum(cell.head_dims) * (1.0 if direction == "forward" else 2.5)
+    return 2.0 * seen * cell.heads[0] * sum(cell.head_dims) * (1.0 if direction.startswith("forward") else 2.5)
 
 
 def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, object], out: Tensor) -> float:
@@ -95,10 +99,53 @@ def calls_of(qkv: list[Tensor], options: dict[str, Any]) -> dict[str, Callable[[
     return calls
 
 
-def measure(cell: Cell, run: Run, device: str = "cuda") -> None:
-    qkv, options = tensors(cell, device)
-    error = error_of(cell, qkv, options, attention(*qkv, **options))
-    for direction, call in calls_of(qkv, options).items():
+def peer_unsupported(cell: Cell) -> str | None:
+    """Returns the reason if attention-gym cannot run the cell; None: it can."""
+    if cell.heads[1] != 1 or cell.head_dims[0] != cell.head_dims[1] or cell.block != 1 or not cell.listed:
+        return "gather_attn takes lists of keys, one key head, and values that are the keys"
+    try:
+        import attn_gym.sparse.gather_attn  # noqa: F401
+    except ImportError as error:
+        return f"attention-gym is not here ({error}); pip install attn_gym"
+    return None
+
+
+def peer(q: Tensor, k: Tensor, indices: Tensor, **more: Any) -> Tensor:
+    """Returns out of attention-gym's gather_attn, whose values are its keys."""
+    from attn_gym.sparse.gather_attn import gather_attn
+
+    kv = k.transpose(1, 2)
+    out: Tensor = gather_attn(q.transpose(1, 2), kv[:, :, : q.shape[1]], kv, indices, sliding_window_size=0, **more)
+    return out.transpose(1, 2)
+
+
+def peer_calls(qkv: list[Tensor], indices: Tensor) -> tuple[Tensor, dict[str, Callable[[], object]]]:
+    """Returns out, and attention-gym's calls."""
+    leaves = [t.detach().requires_grad_() for t in qkv[:2]]
+    out = peer(*leaves, indices)
+    dout = torch.randn_like(out)
+    return out.detach(), {
+        "forward, attention-gym": lambda: peer(qkv[0], qkv[1], indices),
+        "backward, attention-gym": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+    }
+
+
+@contextlib.contextmanager
+def weights_apart() -> Iterator[None]:
+    """Inside, the weights of backwards have a kernel of their own, if heads and head dims are large."""
+    from flexattn.kernels_triton.sparse import tiles
+
+    tiles.WEIGHTS_APART = True
+    clear_cache()
+    try:
+        yield
+    finally:
+        tiles.WEIGHTS_APART = False
+        clear_cache()
+
+
+def add_times(cell: Cell, run: Run, calls: dict[str, Callable[[], object]], error: float) -> None:
+    for direction, call in calls.items():
         for _ in range(3):
             call()
         times = quartiles(event_times(call, CALLS, lambda: None))
@@ -108,15 +155,42 @@ def measure(cell: Cell, run: Run, device: str = "cuda") -> None:
         run.add(row, f"{cell.name:32} {direction:24} {times['us']:10.0f} us {rate:7.1f} TFLOP/s  error {error:.1e}")
 
 
+def add_weights_apart(cell: Cell, run: Run, qkv: list[Tensor], options: dict[str, Any]) -> None:
+    """Adds rows of backwards with weights apart; the error is the distance of the gradients from the other backward's."""
+    torch.manual_seed(0)
+    wanted = calls_of(qkv, options)["backward"]()
+    with weights_apart():
+        torch.manual_seed(0)
+        calls = {f"{name}, weights apart": call for name, call in calls_of(qkv, options).items() if "backward" in name}
+        got = calls["backward, weights apart"]()
+        error = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, wanted, strict=True))
+        add_times(cell, run, calls, error)
+
+
+def measure(cell: Cell, run: Run, device: str = "cuda", *, apart: bool = False) -> None:
+    qkv, options = tensors(cell, device)
+    error = error_of(cell, qkv, options, attention(*qkv, **options))
+    add_times(cell, run, calls_of(qkv, options), error)
+    if apart and cell.listed and cell.heads[1] == 1:
+        add_weights_apart(cell, run, qkv, options)
+    if reason := peer_unsupported(cell):
+        if cell.listed:
+            print(f"{cell.name:32} no rows of attention-gym: {reason}")
+        return
+    out, calls = peer_calls(qkv, options["kv_indices"])
+    add_times(cell, run, calls, error_of(cell, qkv, options, out))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of cells, such as 'FlashMLA*'")
+    parser.add_argument("--weights-apart", action="store_true", help="also backwards with weights in a kernel of their own")
     arguments = parser.parse_args(argv)
     need_gpu(parser)
     run = Run("flexattn.bench.sparse", __doc__, arguments.out)
     for cell in CELLS:
         if any(fnmatch.fnmatch(cell.name, pattern) for pattern in arguments.only):
-            measure(cell, run)
+            measure(cell, run, apart=arguments.weights_apart)
             torch.cuda.empty_cache()
     run.write()
     return run.status()

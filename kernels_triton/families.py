@@ -100,7 +100,7 @@ def choose(call: Call, policy: Policy) -> Choice:
     is_sparse = call.problem.kv_indices is not None
     order: Sequence[Family[Any]]
     if is_sparse:
-        order = SPARSE_FORWARDS if isinstance(call, Forward) else (SPARSE_BACKWARD,)
+        order = SPARSE_FORWARDS if isinstance(call, Forward) else SPARSE_BACKWARDS
     else:
         order = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected: list[tuple[str, str]] = []
@@ -150,6 +150,7 @@ _EMULATED = (
     "sm_90 two-kernel",
     "sm_90 sparse",
     "sm_90 sparse latent",
+    "sparse by block",
     "sm_100",
     "sm_100 fused",
 )
@@ -559,7 +560,18 @@ HOPPER_SPARSE = Family[Forward](
 )
 
 
-SPARSE_FORWARDS: tuple[Family[Forward], ...] = (HOPPER_SPARSE_LATENT, HOPPER_SPARSE, SPARSE_FORWARD)
+SPARSE_BLOCK_FORWARD = Family[Forward](
+    name="sparse by block",
+    direction="forward",
+    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").block_unsupported(call.problem),
+    tile=lambda call: _sparse("tiles").block_forward_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _sparse("block_forward").block_forward(call.problem, call.out, call.lse, tile),
+    has_run=False,
+)
+
+
+SPARSE_FORWARDS: tuple[Family[Forward], ...] = (HOPPER_SPARSE_LATENT, SPARSE_BLOCK_FORWARD, HOPPER_SPARSE, SPARSE_FORWARD)
 """Families for lists of keys, in the order of the choice."""
 
 
@@ -571,6 +583,20 @@ SPARSE_BACKWARD = Family[Backward](
     blocks=_heads_and_keys,
     run=lambda call, tile: _sparse("backward").sparse_backward(call, tile),
 )
+
+
+SPARSE_BLOCK_BACKWARD = Family[Backward](
+    name="sparse by block",
+    direction="backward",
+    unsupported=lambda call: _sparse("conditions").block_unsupported(call.problem),
+    tile=lambda call: _sparse("tiles").block_backward_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _sparse("block_backward").block_backward(call, tile),
+    has_run=False,
+)
+
+
+SPARSE_BACKWARDS: tuple[Family[Backward], ...] = (SPARSE_BLOCK_BACKWARD, SPARSE_BACKWARD)
 
 
 def _dequantized(family: Family[Backward]) -> Family[Backward]:

@@ -596,7 +596,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # One block of keys that stays in shared memory. It is 2 % slower than other tiles at 40, whose products have two parts.
     Rule(use="sm_90 fitted", width=(49, 64), mask="open", keys=(65, 128), grouped=False, **_PLAIN, tokens=(2048, None),
          gain=1.15, source=_FITTED),
-    # --- Lists of keys: 2,048 keys of one latent head, for 128 query heads; 64 queries take 77 us instead of 271.
+    # --- Lists of keys: 2,048 keys of one latent head, for 128 query heads; 64 queries take 79 us instead of 278.
     Rule(use="sm_90 sparse latent", head_dim=512, width=(512, 576), gain=3.3,
          source=("sparse_hopper_h200.json", "sparse_h200.json")),
     # --- mma.sync beside the portable kernels: code of sm_80 and of sm_89 on an H200, with an H200's occupancy

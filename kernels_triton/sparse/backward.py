@@ -11,15 +11,13 @@ Products of them with q and dout are the gradients of the listed keys:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Inputs, Lengths, Pointer, Rows
+from flexattn.kernels_triton.common.arguments import Inputs, Rows
 from flexattn.kernels_triton.common.problem import Backward, rows
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tiles import cdiv
@@ -27,72 +25,9 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse import tiles
-from flexattn.kernels_triton.sparse.lists import (
-    KeyLists,
-    key_lists,
-    load_entries_at,
-    query_of_token,
-)
+from flexattn.kernels_triton.sparse.inversion import Chunks, Listed, listed_rows, row_offsets, unit_at, units_of_token
+from flexattn.kernels_triton.sparse.tiles import BLOCKS
 from flexattn.kernels_triton.sparse.weights import LINE, Chunk, Weights
-
-MOST_BYTES = 2**30
-"""Memory for the weights and rows of a chunk of queries. A chunk has at least one query."""
-
-
-class SlotArguments(NamedTuple):
-    lengths: Lengths
-    slots_ptr: Pointer
-
-
-@kernel
-def _sparse_slots_kernel(args: SlotArguments, META: tl.constexpr):
-    # Writes the slot of each packed query.
-    slot = tl.program_id(0)
-    longest = args.lengths.max_seqlen
-    start, length = load_sequence(args.lengths, slot // longest, META.IS_RAGGED_Q)
-    if slot % longest < length:
-        tl.store(args.slots_ptr + start + slot % longest, slot)
-
-
-class Listed(NamedTuple):
-    """The entries of a chunk by unit, which is a key or a block of keys, in the order of the queries."""
-
-    keys_ptr: Pointer  # int32 [list heads, tokens * entries]: the unit of each entry, or the number of units if it is not seen
-    order_ptr: Pointer  # int64, likewise: the entries by unit
-    starts_ptr: Pointer  # int32 [list heads, units + 1]: the first of each unit
-    tokens: int  # tokens of the chunk
-    entries: int  # entries of a query
-    units: int  # units of all sequences
-
-
-class EntryArguments(NamedTuple):
-    inputs: Inputs
-    lists: KeyLists
-    chunk: Chunk
-    listed: Listed
-
-
-@kernel
-def _sparse_entries_kernel(args: EntryArguments, KV_BLOCK: tl.constexpr, BY_BLOCK: tl.constexpr, META: tl.constexpr):
-    # Writes the key or block of each entry of a query. BLOCK_M is at least the heads of a group.
-    inputs, lists, listed = args.inputs, args.lists, args.listed
-    head = tl.program_id(0) % lists.heads
-    local = tl.program_id(0) // lists.heads
-    query, _, is_query = query_of_token(args.chunk.first + local, head, args.chunk.slots_ptr, inputs, lists, KV_BLOCK, META)
-    target = listed.keys_ptr + (tl.cast(head, tl.int64) * listed.tokens + local) * listed.entries
-    for first in range(0, listed.entries, META.BLOCK_N):
-        place = first + tl.arange(0, META.BLOCK_N)
-        if BY_BLOCK:
-            blocks = tl.cdiv(query.len_kv, KV_BLOCK)
-            is_seen = is_query & (place < query.num_entries // KV_BLOCK)
-            index = tl.load(lists.indices_ptr + query.list_row * lists.length + place, mask=is_seen, other=-1)
-            is_seen = is_seen & (index >= 0) & (index < blocks)
-            unit = query.b * tl.cdiv(inputs.lengths_kv.max_seqlen, KV_BLOCK) + index
-        else:
-            j, is_seen = load_entries_at(place, lists, query, inputs, KV_BLOCK, META)
-            is_seen = is_seen & is_query
-            unit = (query.start_kv if META.IS_RAGGED_KV else query.b * inputs.lengths_kv.num_tokens) + j
-        tl.store(target + place, tl.where(is_seen, unit, listed.units), mask=place < listed.entries)
 
 
 class TargetArguments(NamedTuple):
@@ -101,7 +36,6 @@ class TargetArguments(NamedTuple):
     inputs: Inputs
     chunk: Chunk
     listed: Listed
-    list_heads: int
     weights_ptr: WidePointer  # the chunk's ds for k, and p for v
     x: Rows  # q or dout
     rows_ptr: WidePointer  # fp32 [tokens of the chunk, key heads, entries, head dim]; None: atomics add to the sums
@@ -136,12 +70,7 @@ def _sparse_rows_kernel(args: TargetArguments, TARGET: tl.constexpr, META: tl.co
     x = row_pointer(args.x, b, h_kv * group, token if META.IS_RAGGED_Q else token % tokens, META)
     place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_entry = place < listed.entries
-    list_head = tl.where(args.list_heads > 1, h_kv, 0)
-    keys = tl.load(
-        listed.keys_ptr + (tl.cast(list_head, tl.int64) * listed.tokens + local) * listed.entries + place,
-        mask=is_entry,
-        other=listed.units,
-    )
+    keys = tl.load(units_of_token(local, h_kv, listed) + place, mask=is_entry, other=listed.units)
     is_seen = keys < listed.units
     if tl.max(is_seen.to(tl.int32), 0) == 0:
         return
@@ -185,22 +114,20 @@ def _sparse_sums_kernel(args: TargetArguments, TARGET: tl.constexpr, META: tl.co
     blocks: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
     columns = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     h_kv = tl.program_id(0) // blocks % heads_kv
-    unit = tl.program_id(0) // blocks // heads_kv
-    list_head = tl.where(args.list_heads > 1, h_kv, 0)
-    starts = listed.starts_ptr + tl.cast(list_head, tl.int64) * (listed.units + 1) + unit
-    begin, end = tl.load(starts), tl.load(starts + 1)
+    number = tl.program_id(0) // blocks // heads_kv
+    unit = unit_at(number, h_kv, listed)
+    begin, end = unit.begin, unit.end
     if begin == end:
         return
-    order = listed.order_ptr + tl.cast(list_head, tl.int64) * listed.tokens * listed.entries
     is_column = (columns < HEAD_DIM)[None, :]
     acc = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     for first in range(begin, end, BLOCK_N):
         place = first + tl.arange(0, BLOCK_N)
-        entry = tl.load(order + place, mask=place < end, other=0)
+        entry = tl.load(unit.order_ptr + place, mask=place < end, other=0)
         row = (entry // listed.entries * heads_kv + h_kv) * listed.entries + entry % listed.entries
         mask = (place < end)[:, None] & is_column
         acc += tl.load(args.rows_ptr + (row[:, None] * HEAD_DIM + columns[None, :]), mask=mask, other=0.0)
-    sums = args.sums_ptr + (tl.cast(unit, tl.int64) * heads_kv + h_kv) * HEAD_DIM + columns
+    sums = args.sums_ptr + (tl.cast(number, tl.int64) * heads_kv + h_kv) * HEAD_DIM + columns
     before = tl.load(sums, mask=columns < HEAD_DIM, other=0.0)
     tl.store(sums, before + tl.sum(acc, 0), mask=columns < HEAD_DIM)
 
@@ -218,39 +145,29 @@ def _sparse_blocks_kernel(args: TargetArguments, KV_BLOCK: tl.constexpr, TARGET:
     parts: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
     columns = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     h_kv = tl.program_id(0) // parts % heads_kv
-    unit = tl.program_id(0) // parts // heads_kv
-    list_head = tl.where(args.list_heads > 1, h_kv, 0)
-    starts = listed.starts_ptr + tl.cast(list_head, tl.int64) * (listed.units + 1) + unit
-    begin, end = tl.load(starts), tl.load(starts + 1)
-    if begin == end:
+    number = tl.program_id(0) // parts // heads_kv
+    unit = unit_at(number, h_kv, listed)
+    if unit.begin == unit.end:
         return
-    order = listed.order_ptr + tl.cast(list_head, tl.int64) * listed.tokens * listed.entries
-    tokens = inputs.lengths_q.num_tokens
     is_column = (columns < HEAD_DIM)[None, :]
     keys = tl.arange(0, KV_BLOCK)
-    rows = tl.arange(0, BLOCK_M)
+    places = tl.arange(0, BLOCK_M)
     acc = tl.zeros([KV_BLOCK, COLUMNS], tl.float32)
     steps = tl.cdiv(group, HEADS)
-    for step in tl.range(0, tl.cdiv(end - begin, BLOCK_M // HEADS) * steps):
-        place = begin + step // steps * (BLOCK_M // HEADS) + rows // HEADS
-        in_group = step % steps * HEADS + rows % HEADS
-        is_row = (place < end) & (in_group < group)
-        entry = tl.load(order + place, mask=is_row, other=0)
-        local = entry // listed.entries
-        h = h_kv * group + in_group
-        w_rows = (local * inputs.num_heads + h) * (chunk.lines * LINE) + entry % listed.entries * KV_BLOCK
-        w = tl.load(args.weights_ptr + (w_rows[:, None] + keys[None, :]), mask=is_row[:, None], other=0.0)
-        token = chunk.first + local
-        b = token * 0 if META.IS_RAGGED_Q else token // tokens
-        row = token if META.IS_RAGGED_Q else token % tokens
-        x_rows = (b * args.x.stride_b + row * args.x.stride_s + h.to(tl.int64) * args.x.stride_h) * META.ALIGN
-        y = tl.load(args.x.ptr + (x_rows[:, None] + columns[None, :]), mask=is_row[:, None] & is_column, other=0.0)
+    for step in tl.range(0, tl.cdiv(unit.end - unit.begin, BLOCK_M // HEADS) * steps):
+        place = unit.begin + step // steps * (BLOCK_M // HEADS) + places // HEADS
+        rows = listed_rows(unit, place, step % steps * HEADS + places % HEADS, inputs, chunk, listed, META)
+        is_row = rows.is_row[:, None]
+        w_rows = (rows.local.to(tl.int64) * inputs.num_heads + rows.h) * (chunk.lines * LINE) + rows.entry * KV_BLOCK
+        w = tl.load(args.weights_ptr + (w_rows[:, None] + keys[None, :]), mask=is_row, other=0.0)
+        x_rows = row_offsets(args.x, rows, META)
+        y = tl.load(args.x.ptr + (x_rows[:, None] + columns[None, :]), mask=is_row & is_column, other=0.0)
         acc = tl.dot(tl.trans(w), y, acc, input_precision=META.PRECISION)
     blocks = tl.cdiv(inputs.lengths_kv.max_seqlen, KV_BLOCK)
-    b = unit // blocks
+    b = number // blocks
     start, length = load_sequence(inputs.lengths_kv, b, META.IS_RAGGED_KV)
     first_key = start if META.IS_RAGGED_KV else b * inputs.lengths_kv.num_tokens
-    j = unit % blocks * KV_BLOCK + keys
+    j = number % blocks * KV_BLOCK + keys
     target = args.sums_ptr + ((first_key + j).to(tl.int64) * heads_kv + h_kv)[:, None] * HEAD_DIM + columns[None, :]
     mask = (j < length)[:, None] & is_column
     scale = inputs.scores.scale if TARGET.IS_K else 1.0
@@ -265,79 +182,40 @@ def sparse_backward(call: Backward, tile: Tile) -> None:
             if gradient is not None:
                 gradient.zero_()
         return
-    chunks = _Chunks(call)
-    weights = Weights(call, tile)
-    for chunk, listed in chunks:
+    weights, products = Weights(call, tile), _Products(call)
+    for chunk, listed in products.chunks:
+        chunk = products.with_memory(chunk)
         weights.write(chunk, listed.tokens)
-        chunks.add_products(chunk, listed)
+        products.add(chunk, listed)
     weights.finish()
-    call.dk.copy_(chunks.sums_k)
-    call.dv.copy_(chunks.sums_v)
+    call.dk.copy_(products.sums_k)
+    call.dv.copy_(products.sums_v)
 
 
-class _Chunks:
-    """The chunks of a call's queries, which share their memory, and the fp32 sums of the gradients of k and v."""
+class _Products:
+    """The memory of a chunk's weights and rows, and the fp32 sums of the gradients of k and v."""
 
     def __init__(self, call: Backward):
         self.call, x = call, call.problem
-        indices = x.kv_indices
-        assert indices is not None
-        self.num_tokens = x.q.shape[:-2].numel()
-        self.list_heads, length = indices.shape[-2:]
-        self.by_block = x.kv_block in (16, 32, 64, 128)
-        self.entries = length if self.by_block else length * x.kv_block
-        self.units = x.batch * cdiv(x.longest_kv, x.kv_block) if self.by_block else x.num_keys
-        self.is_sorted = self.by_block or call.deterministic
-        lines = cdiv(length * x.kv_block, LINE.value)
-        weights = x.num_heads * lines * LINE.value
+        assert x.kv_indices is not None
+        self.by_block = x.kv_block in BLOCKS
+        entries = x.kv_indices.shape[-1] * x.kv_block
+        self.lines = cdiv(entries, LINE.value)
+        weights = x.num_heads * self.lines * LINE.value
         row_elements = (
-            0 if self.by_block or not call.deterministic else x.num_heads_kv * self.entries * max(x.q.shape[-1], x.v.shape[-1])
+            0 if self.by_block or not call.deterministic else x.num_heads_kv * entries * max(x.q.shape[-1], x.v.shape[-1])
         )
-        most = max(1, MOST_BYTES // (2 * weights * x.q.element_size() + 4 * row_elements))
-        self.size = cdiv(self.num_tokens, cdiv(self.num_tokens, most))
+        bytes_of_query = 2 * weights * x.q.element_size() + 4 * row_elements
+        self.chunks = Chunks(x, bytes_of_query, by_block=self.by_block, is_sorted=self.by_block or call.deterministic)
         make = functools.partial(torch.empty, device=x.device)
-        self.rows = make(self.size * row_elements, dtype=torch.float32) if row_elements else None
-        p, ds = (make(self.size * weights + tiles.MOST_ENTRIES, dtype=x.q.dtype) for _ in range(2))
-        self.chunk = Chunk(first=0, slots_ptr=self._slots(), p_ptr=p, ds_ptr=ds, lines=lines)
-        self.keys = make(self.list_heads * self.size * self.entries, dtype=torch.int32)
-        if self.is_sorted:
-            self.ordered, self.order = torch.empty_like(self.keys), make(self.keys.shape, dtype=torch.int64)
-            self.starts = make((self.list_heads, self.units + 1), dtype=torch.int32)
-            self.places = torch.arange(self.units + 1, dtype=torch.int32, device=x.device).repeat(self.list_heads, 1)
+        self.rows = make(self.chunks.size * row_elements, dtype=torch.float32) if row_elements else None
+        self.p, self.ds = (make(self.chunks.size * weights + tiles.MOST_ENTRIES, dtype=x.q.dtype) for _ in range(2))
         self.sums_k, self.sums_v = (torch.zeros(t.shape, dtype=torch.float32, device=x.device) for t in (x.k, x.v))
 
-    def _slots(self) -> Tensor | None:
-        x = self.call.problem
-        if x.q.dim() == 4:
-            return None
-        slots = torch.full((self.num_tokens,), -1, dtype=torch.int32, device=x.device)
-        tile = tiles.entries_tile(x)
-        launch(_sparse_slots_kernel, x.batch * x.longest_q, x.device, tile, (SlotArguments(x.lengths_q, slots), x.meta(tile)))
-        return slots
+    def with_memory(self, chunk: Chunk) -> Chunk:
+        return chunk._replace(p_ptr=self.p, ds_ptr=self.ds, lines=self.lines)
 
-    def __iter__(self) -> Iterator[tuple[Chunk, Listed]]:
-        for first in range(0, self.num_tokens, self.size):
-            chunk = self.chunk._replace(first=first)
-            yield chunk, self._listed(chunk)
-
-    def _listed(self, chunk: Chunk) -> Listed:
-        x = self.call.problem
-        tokens = min(self.size, self.num_tokens - chunk.first)
-        shape = (self.list_heads, tokens * self.entries)
-        keys = self.keys[: shape[0] * shape[1]].view(shape)
-        order = starts = None
-        listed = Listed(keys_ptr=keys, order_ptr=None, starts_ptr=None, tokens=tokens, entries=self.entries, units=self.units)
-        tile = tiles.entries_tile(x)
-        meta = x.meta(tile)
-        args = EntryArguments(inputs=x.inputs(meta), lists=key_lists(x), chunk=chunk, listed=listed)
-        launch(_sparse_entries_kernel, self.list_heads * tokens, x.device, tile, (args, x.kv_block, self.by_block, meta))
-        if self.is_sorted:
-            ordered, order = (t[: keys.numel()].view(shape) for t in (self.ordered, self.order))
-            torch.sort(keys, dim=1, stable=True, out=(ordered, order))
-            starts = torch.searchsorted(ordered, self.places, out_int32=True, out=self.starts)
-        return listed._replace(order_ptr=order, starts_ptr=starts)
-
-    def add_products(self, chunk: Chunk, listed: Listed) -> None:
+    def add(self, chunk: Chunk, listed: Listed) -> None:
         """Adds the products of the chunk's weights with q and dout to the sums."""
         call, x = self.call, self.call.problem
         for weights, other, sums in ((chunk.ds_ptr, x.q, self.sums_k), (chunk.p_ptr, call.dout, self.sums_v)):
@@ -350,19 +228,18 @@ class _Chunks:
                 inputs=x.inputs(meta),
                 chunk=chunk,
                 listed=listed,
-                list_heads=self.list_heads,
                 weights_ptr=weights,
                 x=rows(other, meta),
                 rows_ptr=self.rows,
                 sums_ptr=sums,
             )
             if self.by_block:
-                programs = cdiv(dim, tile.block_n) * x.num_heads_kv * self.units
+                programs = cdiv(dim, tile.block_n) * x.num_heads_kv * listed.units
                 launch(_sparse_blocks_kernel, programs, x.device, tile, (args, x.kv_block, target, meta))
                 continue
-            programs = cdiv(self.entries, tile.block_n) * x.num_heads_kv * listed.tokens
+            programs = cdiv(listed.entries, tile.block_n) * x.num_heads_kv * listed.tokens
             launch(_sparse_rows_kernel, programs, x.device, tile, (args, target, meta))
             if self.rows is not None:
                 tile = tiles.sums_tile(x)
-                programs = cdiv(dim, tile.block_m) * x.num_heads_kv * self.units
+                programs = cdiv(dim, tile.block_m) * x.num_heads_kv * listed.units
                 launch(_sparse_sums_kernel, programs, x.device, tile, (args, target, x.meta(tile, (call.dout,))))

@@ -1,4 +1,4 @@
-"""Conditions of the kernels for lists of keys on sm_90, and their tiles."""
+"""Conditions of the kernels for blocks of keys and of the kernels on sm_90, and the tiles of the latter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.runtime.device import Tile, capability_of
+from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability_of
+from flexattn.kernels_triton.sparse.tiles import BLOCKS, LARGE_MEMORY
 
 _SHARED_MEMORY = 224 * 1024  # for tiles
 
@@ -43,6 +44,20 @@ def narrow_unsupported(problem: Problem) -> str | None:
         return reason
     if max(x.q.shape[-1], x.v.shape[-1]) > 256 or widths(x)[2] & (widths(x)[2] - 1):
         return "it takes head dims up to 256, and of v powers of two"
+    return None
+
+
+def block_unsupported(problem: Problem) -> str | None:
+    """Returns the reason if the kernels that go block by block cannot run this problem; None: they can."""
+    x = problem
+    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.descales_kv or x.latent_rows is not None:
+        return "it takes q, k and v in 16 bits"
+    if capability_of(x.device) not in (INTERPRETER, *LARGE_MEMORY):
+        return "it needs the shared memory of compute capability 8.0, 9.0 or 10.0"
+    if x.page_table is not None:
+        return "it takes k and v without pages"
+    if x.kv_block not in BLOCKS or x.group_size > 32 or max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return "it takes blocks of 16 to 128 keys, up to 32 query heads for each key head, and head dims up to 128"
     return None
 
 

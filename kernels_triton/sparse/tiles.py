@@ -9,7 +9,10 @@ from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability
 _WIDE = 512  # from these head dims on, of q and v together, a tile of 64 keys leaves no room for a second one
 
 
-_LARGE_MEMORY = (80, 90, 100)  # GPUs whose programs can have over 160 KB of shared memory
+LARGE_MEMORY = (80, 90, 100)  # GPUs whose programs can have over 160 KB of shared memory
+
+BLOCKS = (16, 32, 64, 128)
+"""Sizes of blocks of keys whose gradients one program sums."""
 
 MOST_ENTRIES = 128
 """Entries of the largest tile of `rows_tile`."""
@@ -29,7 +32,7 @@ def backward_tile(problem: Problem) -> Tile:
     heads = padded_heads(x)
     if x.head_dims < _WIDE or x.q.element_size() > 2 or _is_interpreted(x):
         return _tile(x, 64 if x.q.element_size() == 2 else 32)
-    is_large = capability_of(x.device) in _LARGE_MEMORY
+    is_large = capability_of(x.device) in LARGE_MEMORY
     if WEIGHTS_APART and is_large and heads >= 64:
         return Tile(min(heads, 128), 128, 8, 3, apart=True)
     return Tile(min(heads, 32), 32 if is_large else 16, 8, 2)
@@ -68,6 +71,21 @@ def rows_tile(problem: Problem) -> Tile:
 def sums_tile(problem: Problem) -> Tile:
     """Returns the tile of the sums of rows: columns, and rows of an iteration."""
     return Tile(16, 16, 4, 1) if _is_interpreted(problem) else Tile(128, 16, 4, 2)
+
+
+def block_forward_tile(problem: Problem) -> Tile:
+    """Returns the tile of the queries and heads that list a block: one warpgroup, so that two programs share a multiprocessor."""
+    return Tile(32, problem.kv_block, 4, 1) if _is_interpreted(problem) else Tile(64, problem.kv_block, 4, 2)
+
+
+def block_backward_tile(problem: Problem) -> Tile:
+    return Tile(32, problem.kv_block, 4, 1) if _is_interpreted(problem) else Tile(64, problem.kv_block, 8, 2)
+
+
+def pairs_tile(problem: Problem) -> Tile:
+    """Returns the tile of the sums of partial results: heads, and entries of an iteration."""
+    heads = padded_heads(problem)
+    return Tile(heads, 2 if _is_interpreted(problem) else max(1, 64 // heads), 4, 2)
 
 
 def blocks_tile(problem: Problem) -> Tile:

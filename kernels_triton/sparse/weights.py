@@ -294,12 +294,15 @@ class Weights:
         if not tile.apart:
             self._launch(_sparse_bwd_dq_kernel, tile, chunk, tokens, 1, ())
             return
-        self._launch(_sparse_delta_kernel, tiles.delta_tile(x), chunk, tokens, 1, ())
+        self.write_delta(chunk, tokens)
         columns = tiles.columns(x)
         blocks = cdiv(chunk.lines * LINE.value, tile.block_n)
         self._launch(_sparse_weights_kernel, tile, chunk, tokens, blocks, (columns[0],))
         blocks = cdiv(x.q.shape[-1], columns[1])
         self._launch(_sparse_dq_kernel, tiles.dq_tile(x), chunk, tokens, blocks, (columns[1],))
+
+    def write_delta(self, chunk: Chunk, tokens: int) -> None:
+        self._launch(_sparse_delta_kernel, tiles.delta_tile(self.call.problem), chunk, tokens, 1, ())
 
     def _launch(self, kernel: Any, tile: Tile, chunk: Chunk, tokens: int, blocks: int, constants: tuple[int, ...]) -> None:
         call, x = self.call, self.call.problem

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
 from flexattn.kernels_triton.common.problem import BlockLists, Forward, Problem
-from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, SPARSE_BACKWARD, SPARSE_FORWARDS, Policy, choose
+from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, SPARSE_BACKWARDS, SPARSE_FORWARDS, Policy, choose
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch
 from tests.support.compiled_kernels import compile_sound
@@ -42,7 +42,9 @@ KERNELS = {
     ("forward", "sparse"): {"_sparse_fwd_kernel"},
     ("forward", "sm_90 sparse"): {"_sparse_fwd_hopper_kernel"},
     ("forward", "sm_90 sparse latent"): {"_sparse_fwd_wide_hopper_kernel"},
+    ("forward", "sparse by block"): {"_sparse_block_fwd_kernel"},
     ("backward", "sparse"): {"_sparse_bwd_dq_kernel"},
+    ("backward", "sparse by block"): {"_sparse_block_bwd_kernel"},
     ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
     ("backward", "sm_90 fused"): {"_attn_bwd_fused_hopper_kernel"},
     ("backward", "sm_90 fused 192"): {"_attn_bwd_fused_192_hopper_kernel"},
@@ -223,6 +225,7 @@ def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> No
     add(*fp8_cache_call(), 90, ("forward",))
     lists = torch.empty(2, 4096, 64, dtype=torch.int32, device="meta")
     add(*call(kv_indices=lists), 90)
+    add(*call(kv_indices=lists[:, :, None], kv_block_size=(1, 64)), 90)
     add(*latent_call(), 90, ("forward",))
     add(*call(), 100)
     policy = Policy(portable_only="a test")
@@ -250,7 +253,7 @@ def check(spec: AttentionSpec, x: Operands) -> None:
         assert choice is not None
         name = choice.family.name
         if x.kv_indices is not None:
-            families = SPARSE_FORWARDS if direction == "forward" else (SPARSE_BACKWARD,)
+            families = SPARSE_FORWARDS if direction == "forward" else SPARSE_BACKWARDS
         else:
             families = (FORWARDS if direction == "forward" else BACKWARDS)[spec.fp8 is not None]
         order = [family.name for family in families]

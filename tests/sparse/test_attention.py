@@ -17,7 +17,7 @@ from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.kernels_triton.sparse import backward, tiles, weights
+from flexattn.kernels_triton.sparse import backward, inversion, tiles, weights
 from flexattn.ops import make_spec, spec_to_run
 from flexattn.testing import GRADIENT_FACTOR, check_close
 from tests.support.compiled_kernels import compile_sound
@@ -120,7 +120,7 @@ def test_repeatable_gradients(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["three heads, packed lengths, counts", "long, packed lengths, counts, sink, wide blocks"])
 def test_chunks_of_queries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "MOST_BYTES", 5 << 10)
+    monkeypatch.setattr(inversion, "MOST_BYTES", 5 << 10)
     given = call(case)
     for deterministic in (False, True):
         check(given, deterministic)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +24,7 @@ from flexattn.ops import make_spec
 from flexattn.testing import check_close
 from tests.sparse.test_attention import call
 from tests.support.compiled_kernels import compile_sound
+from tests.support.families import recorded_families
 from tests.support.gluon_calls import HARMLESS, without_gpu
 from tests.support.inject import Fault, assign, drop, kernels_with, move, with_argument
 from tests.support.key_lists import draw_lists
@@ -232,22 +231,6 @@ def test_on_a_gpu(
     exact = attention(*(t.double() for t in (q[:, -64:], k, v)), backend="eager", **options)
     check_close("out", out[:, -64:], exact.out, budget.out)
     check_close("lse", lse[..., -64:], exact.lse, budget.lse)
-
-
-@contextmanager
-def recorded_families() -> Iterator[set[str]]:
-    """The names of the families that are chosen in it."""
-    names: set[str] = set()
-    choose = families.choose
-
-    def noted(call: Any, policy: Any) -> Any:
-        choice = choose(call, policy)
-        names.add(choice.family.name)
-        return choice
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "choose", noted)
-        yield names
 
 
 @pytest.mark.slow
