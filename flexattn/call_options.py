@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask  # noqa: F401  # a base class names it in a string
 
     from flexattn import fp8
-    from flexattn.statistics import AuxRequest
     from flexattn.dispatch.spec import BackendName, BiasType, MaskType, QkvFormat, SoftmaxType, Window
     from flexattn.mods.trace import Mod
+    from flexattn.statistics import AuxRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Types that differ between PyTorch and JAX: arrays, block masks, and the states of delayed scaling.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from flexattn.call_options import Options
-    from flexattn.statistics import AuxRequest, OutAux
     from flexattn.dispatch.explain import Explanation
+    from flexattn.statistics import AuxRequest, OutAux
 
 
 class OutLse(NamedTuple):

@@ -92,6 +92,7 @@ def launched(problem: Problem, capability: int, lse: Tensor) -> Any:
     return [request_for(launch, capability) for launch in launches]
 
 
+@pytest.mark.slow
 def test_these_kernels_compile() -> None:
     x = torch.zeros(1, 200, 4, 64, dtype=torch.bfloat16)
     requests = launched(Problem(x, x, x, softmax_scale=0.1, window_right=0), 90, torch.zeros(1, 4, 200))
