@@ -85,6 +85,8 @@ def triangle_attention(
     from flexattn.statistics import AuxRequest  # a late import: few calls need it
 
     out, aux = attention(*rows, qkv_format="bhsd", return_aux=AuxRequest(lse=True, max_scores=True), **call)
+    assert aux.lse is not None
+    assert aux.max_scores is not None
     return TriangleAttention(*(x.unflatten(0, lead) for x in (out, aux.lse, aux.max_scores.detach())))
 
 

@@ -48,7 +48,7 @@ class RowArguments(NamedTuple):
 class ColumnArguments(NamedTuple):
     inputs: Inputs
     lse_ptr: Pointer
-    scale_ptr: Pointer  # of `RowStatistics`, or None
+    scale_ptr: Pointer  # the factors of `RowStatistics`; None: 1
     lists: BlockMaskLists | None  # lists of query blocks
     sums_ptr: Pointer  # fp32 [b, h, skv] or [h, total_kv]
 
@@ -56,7 +56,7 @@ class ColumnArguments(NamedTuple):
 class ChosenArguments(NamedTuple):
     inputs: Inputs
     lse_ptr: Pointer
-    scale_ptr: Pointer  # of `RowStatistics`, or None
+    scale_ptr: Pointer  # the factors of `RowStatistics`; None: 1
     kinds: BlockKinds | None
     chosen_ptr: Pointer  # int32 [b, count]: positions of queries in their sequence; others than 0 .. length - 1 are none
     count: int
@@ -246,7 +246,7 @@ def weight_statistics(
     meta = x.meta(tile)
     scale = None
     # fp32 rounds a large lse, which changes all weights of a row by one factor
-    if outputs.max_scores is not None or outputs.entropy is not None or meta.NORMALIZES or meta.IS_UNBOUNDED:
+    if outputs.max_scores is not None or outputs.entropy is not None or meta.NORMALIZES or x.is_unbounded:
         scale = _row_statistics(x, lse, outputs, meta, tile)
     if outputs.column_sums is not None:
         columns = ColumnArguments(
