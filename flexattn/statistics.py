@@ -28,6 +28,28 @@ class AuxRequest(NamedTuple):
         column_sums (bool): whether to return the weight of each key, summed over the queries.
         rows (Tensor, optional): int32 or int64 [n] or [b, n] on q's device: queries whose weights to return, counted within their
             sequence. An index outside of a sequence gives zeros.
+
+    max_scores and entropy cost one product q k^T, and column_sums one more. For float32 and for scores with a bias, ALiBi or a
+    score_mod, column_sums and rows need the first product too. Triton kernels or torch operations compute them, whatever backend
+    runs the forward; `explain(..., return_aux=...).details` says which. Pages take torch operations.
+
+    A backward through any field of the result but lse raises RuntimeError. Under torch.compile these fields require no gradient.
+    FP8 and kv_indices allow lse and max_logit only. DTensors, `flexattn.distributed` and `flexattn.jax` do not take return_aux.
+
+    Examples:
+        H2O keeps the keys with the largest column sums in a cache. SnapKV sums over the last queries in a
+        call of their own:
+
+        >>> import torch
+        >>> from flexattn import AuxRequest, attention
+        >>> q, k, v = torch.randn(3, 2, 64, 8, 16)
+        >>> request = AuxRequest(entropy=True, column_sums=True, rows=torch.tensor([62, 63]))
+        >>> out, aux = attention(q, k, v, causal=True, return_aux=request)
+        >>> aux.entropy.shape, aux.column_sums.shape, aux.row_weights.shape
+        (torch.Size([2, 8, 64]), torch.Size([2, 8, 64]), torch.Size([2, 8, 2, 64]))
+        >>> request = AuxRequest(column_sums=True)
+        >>> recent = attention(q[:, -16:], k, v, attn_mask_type="causal_bottom_right", return_aux=request).aux
+        >>> kept = recent.column_sums.topk(32).indices
     """
 
     lse: bool = False

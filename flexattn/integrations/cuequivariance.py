@@ -87,7 +87,8 @@ def triangle_attention(
     out, aux = attention(*rows, qkv_format="bhsd", return_aux=AuxRequest(lse=True, max_scores=True), **call)
     assert aux.lse is not None
     assert aux.max_scores is not None
-    return TriangleAttention(*(x.unflatten(0, lead) for x in (out, aux.lse, aux.max_scores.detach())))
+    results = (out, aux.lse, aux.max_scores.detach())
+    return TriangleAttention(*(x.unflatten(0, lead) for x in results))  # type: ignore[no-untyped-call]
 
 
 def _five_dims(name: str, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import AuxRequest, attention
+from flexattn import AuxRequest, attention, statistics
 from flexattn.dispatch import statistics as statistics_of_weights
 from flexattn.fp8 import Recipe
 
@@ -129,6 +130,12 @@ def test_nested_tensors_and_pages() -> None:
     whole = attention(q, k, v, seqused_kv=used, attn_mask_type="padding", return_aux=EVERYTHING).aux
     for a, b in zip(paged, whole, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_the_example_of_the_docstring_holds() -> None:
+    found = doctest.testmod(statistics)
+    assert found.attempted > 5
+    assert found.failed == 0
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -68,11 +68,30 @@ def test_statistics_equal_the_formulas_in_fp64(case: str, request_: str, monkeyp
 
 
 @pytest.mark.parametrize("request_", ["triton", "eager"])
-def test_scores_that_fp32_rounds_coarsely(request_: str) -> None:
-    """Weights relative to an lse of 1e6 would be wrong by 6 %."""
-    inputs = make_inputs(lengths_q=[19], lengths_kv=[37], device=DEVICE)
-    bias = 1e6 + torch.arange(37.0, device=DEVICE).expand(1, 4, 19, 37)
-    check(*make_call(inputs, bias_type="post_scale_bias", bias=bias, attn_mask_type="causal_bottom_right"), request_)
+def test_an_lse_that_fp32_rounds_coarsely(request_: str) -> None:
+    """All scores are 1e6, where fp32 numbers are 1/16 apart, so that weights relative to lse alone would be wrong by up to 3 %."""
+    inputs = make_inputs(lengths_q=[19], lengths_kv=[19], device=DEVICE)
+    bias = torch.full((1, 1, 1, 1), 1e6, device=DEVICE)
+    spec, x = make_call(inputs._replace(q=inputs.q * 0), bias_type="post_scale_bias", bias=bias, attn_mask_type="causal")
+    lse = reference_attention(spec, x)[1].float()
+    got = statistics(spec, request_, x, lse, Wanted(ROWS, True, True, True))
+    keys = torch.arange(1.0, 20.0, device=DEVICE)
+    assert torch.all(got.max_scores == 1e6)
+    torch.testing.assert_close(got.entropy, keys.log().expand(1, 4, 19), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.column_sums, (1 / keys).flip(0).cumsum(0).flip(0).expand(1, 4, 19), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.row_weights[0, 0, 0], torch.full((19,), 1 / 19, device=DEVICE), rtol=1e-5, atol=1e-6)
+
+
+def test_lists_hide_blocks_that_the_mask_mod_shows() -> None:
+    spec, x, *_ = make("block mask, bias", torch.float32)
+    counts, indices, full_counts, *rest = x.block_mask
+    hidden = torch.arange(counts.shape[-1], device=DEVICE) == 0  # the first block of queries sees full blocks alone
+    x = x._replace(block_mask=[counts.masked_fill(hidden, 0), indices, full_counts, *rest])
+    lse = reference_attention(spec, x)[1].float()
+    triton, eager = (statistics(spec, request, x, lse, Wanted(ROWS, False, False, False)) for request in ("triton", "eager"))
+    assert triton.row_weights[:, :, 1, :16].count_nonzero() == 0
+    assert triton.row_weights[:, :, 0, :16].count_nonzero() > 0
+    torch.testing.assert_close(triton.row_weights, eager.row_weights, rtol=1e-4, atol=1e-5)
 
 
 def test_pages_have_no_kernel() -> None:
