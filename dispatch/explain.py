@@ -32,6 +32,7 @@ class Explanation(NamedTuple):
     backward_provisional: str | None = None
     is_built: bool = False  # the kernels or plans were built for the answer
     second_order: str | None = None  # what computes tangents and second derivatives; None: the call has none
+    statistics: str | None = None  # the kernels or operations behind return_aux; None: the call needs none beside its forward
 
     @property
     def is_final(self) -> bool:
@@ -61,6 +62,7 @@ class Explanation(NamedTuple):
         if self.backward is None:
             lines.append("backward: not needed, no input requires a gradient")
         lines += [] if self.second_order is None else [f"tangents and second derivatives: {self.second_order}"]
+        lines += [] if self.statistics is None else [f"statistics of the weights: {self.statistics}"]
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -126,7 +126,7 @@ def attend(
         block = block._replace(k=key_lists.gathered(block.k, lists), v=key_lists.gathered(block.v, lists))
     logits = masked_logits(spec, x, sequences, rows, cols, block, rounds, lists)
     row_max = logits.detach().amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], NEG_INF)
-    sink = _sink(spec, block)
+    sink = sink_of(spec, block)
     if given_lse is None:
         peak = row_max if sink is None else torch.maximum(row_max, sink.detach())
         peak = peak.masked_fill(peak == NEG_INF, 0.0)
@@ -346,7 +346,7 @@ def _grouped(spec: AttentionSpec, t: Tensor) -> Tensor:
     return t.reshape(t.shape[0], spec.num_heads_kv, spec.group_size, *t.shape[2:])
 
 
-def _sink(spec: AttentionSpec, block: Differentiable) -> Tensor | None:
+def sink_of(spec: AttentionSpec, block: Differentiable) -> Tensor | None:
     """Returns the logit [h, 1] of the softmax sink, which takes weight and adds no value."""
     if spec.softmax_type == "learnable":
         assert block.softmax_offset is not None

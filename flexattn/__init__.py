@@ -31,13 +31,17 @@ if TYPE_CHECKING:
     from flexattn.packing import packed
     from flexattn.plot import plot_mask
     from flexattn.prefix import attention_with_prefix
+    from flexattn.statistics import AuxOutput, AuxRequest, OutAux
     from flexattn.warm_up import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "BackendError",
     "Gradients",
+    "OutAux",
     "OutLse",
     "OutLseMaxLogit",
     "OutMaxLogit",
@@ -70,8 +74,11 @@ __all__ = [
 
 # Names whose module is imported when they are first used. Most processes use few of them; commands may not use `attention`.
 _LATER = {
+    "AuxOutput": "statistics",
+    "AuxRequest": "statistics",
     "BackendError": "dispatch.select",
     "Gradients": "backward",
+    "OutAux": "statistics",
     "OutLse": "functional",
     "OutLseMaxLogit": "functional",
     "OutMaxLogit": "functional",

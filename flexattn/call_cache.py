@@ -88,7 +88,7 @@ class Split:
         apart = {*TENSOR_OPTIONS, *mods, *fp8, *numbers, "window_size"}
         self.is_known = given <= DEFAULTS.keys()  # whether `attention` has all of the names
         # whether a name is unknown, or `shorthands.without_aliases` has to come first
-        self.is_odd = not self.is_known or not given.isdisjoint((*ALIASES, "kv_block_size"))
+        self.is_odd = not self.is_known or not given.isdisjoint((*ALIASES, "kv_block_size", "return_aux"))
         self.returns_more = not given.isdisjoint(ReturnOptions.__annotations__)  # whether the call may return lse or max_logit
         self.all_tensors = pick("q", "k", "v", *TENSOR_OPTIONS)
         # q, k and v; all tensors if the options have any other

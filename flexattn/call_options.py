@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flexattn import fp8
     from flexattn.dispatch.spec import BackendName, BiasType, MaskType, QkvFormat, SoftmaxType, Window
     from flexattn.mods.trace import Mod
+    from flexattn.statistics import AuxRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Types that differ between PyTorch and JAX: arrays, block masks, and the states of delayed scaling.
@@ -297,6 +298,18 @@ class ReturnOptions(TypedDict, total=False):
     return_max_logit: bool
 
 
+class AuxOptions(TypedDict, total=False):
+    """Statistics of the weights.
+
+    Args:
+        return_aux (AuxRequest, optional): returns (out, aux) with the statistics that a `flexattn.AuxRequest` asks for: lse, the
+            largest scores, entropy, column sums of the weights, and the weights of chosen queries. It takes the place of return_lse
+            and return_max_logit. Without FP8 and kv_indices, unless it asks for lse and max_logit alone.
+    """
+
+    return_aux: AuxRequest | None
+
+
 class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], total=False):
     """Tensors of PyTorch.
 
@@ -314,13 +327,13 @@ class Options(ArrayOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], total=F
     out: Tensor | None
 
 
-class Arguments(Options, ReturnOptions, total=False):
+class Arguments(Options, ReturnOptions, AuxOptions, total=False):
     """All arguments of `attention` besides q, k and v."""
 
 
 _SUBJECTS: tuple[object, ...] = (  # in the order of the docstring
     *(FormatOptions, ShortOptions, MaskOptions, BiasOptions, SoftmaxOptions, DropoutOptions, ModOptions),
-    *(LengthOptions, CacheOptions, ListOptions, Fp8Options, RunOptions, ArrayOptions, Options, ReturnOptions),
+    *(LengthOptions, CacheOptions, ListOptions, Fp8Options, RunOptions, ArrayOptions, Options, ReturnOptions, AuxOptions),
 )
 NO_TENSORS: tuple[Any, ...] = ()  # compared by identity
 DEFAULTS: dict[str, Any] = {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from flexattn.call_options import Options
     from flexattn.dispatch.explain import Explanation
+    from flexattn.statistics import AuxRequest, OutAux
 
 
 class OutLse(NamedTuple):
@@ -106,6 +107,10 @@ def attention(
 
 
 @overload
+def attention(q: Tensor, k: Tensor, v: Tensor, *, return_aux: AuxRequest, **options: Unpack[Options]) -> OutAux: ...
+
+
+@overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logit: bool = False, **options: Unpack[Options]
 ) -> Any: ...
@@ -136,12 +141,14 @@ def attention(
 
     Returns:
         out, or a named tuple of out, lse and max_logit, as far as they are asked for: `OutLse`, `OutMaxLogit`, `OutLseMaxLogit`.
+        With return_aux `OutAux`, (out, aux), where aux is an `AuxOutput`.
 
         - out: q's format and dtype, contiguous, with d_v last. For q in FP8 it is bfloat16, or the dtype of fp8_recipe; a
           `flexattn.fp8.QuantizedTensor` if fp8_recipe asks for FP8.
         - lse: float32 [b, h, sq], or [h, t_q] for "thd": the natural logarithm of each softmax denominator, sink included. In FP8
           on compute capability 9.0 the denominator is a sum of E4M3 weights (docs/accuracy.md). Differentiable.
         - max_logit: float32 [h], the largest visible score of each head, -inf if none is visible. Not differentiable.
+        - aux: lse and max_logit as above, and statistics of the weights that raise if a gradient of them is asked for.
 
         A query that sees no key gets out = 0, lse = -inf (with a sink: its offset) and no gradient. Tokens beyond their
         sequence's length are never read, and are 0 in out and in the gradients.
@@ -198,6 +205,8 @@ def attention(
     if positional or split.is_odd:
         if positional or not split.is_known:
             _refuse_foreign(positional, options)
+        if options.get("return_aux") is not None:
+            return _first_call(None, q, k, v, options)
         options = without_aliases(q, k, options)
         split = split_of(tuple(options))
     values = [*CONSTANTS, split, q, k, v, *options.values()]
@@ -228,7 +237,12 @@ def _first_call(key: CallKey | None, q: Any, k: Any, v: Any, options: Mapping[st
             from flexattn.sharded import attend_sharded
 
             return attend_sharded(attention, q, k, v, arguments)
-    out, lse, max_logit = run_first(key, prepare(q, k, v, arguments), arguments)
+    prepared, request = prepare(q, k, v, arguments), arguments["return_aux"]
+    out, lse, max_logit = run_first(key, prepared, arguments)
+    if request is not None:
+        from flexattn.statistics import out_and_aux  # here, because few calls ask for it
+
+        return out_and_aux(request, prepared.x, prepared.settings, (out, lse, max_logit))
     return chosen(out, lse, max_logit, arguments["return_lse"], arguments["return_max_logit"])
 
 
@@ -361,12 +375,18 @@ def explain(
             raise ValueError("build is True with an AttentionSpec, which has no shapes to build for; accepted: a call's q, k and v")
         return explanations.explain(q, requested_backend(arguments.get("backend")))
     x, settings = bind_call(q, k, v, **arguments)
-    spec = ops.spec_to_run(x, settings)
+    spec, request = ops.spec_to_run(x, settings), arguments.get("return_aux")
     if not build:
-        return explanations.explain(spec, settings.backend, x)
-    from flexattn.build_ahead import explain_built
+        answer = explanations.explain(spec, settings.backend, x)
+    else:
+        from flexattn.build_ahead import explain_built
 
-    return explain_built(spec, settings.backend, x)
+        answer = explain_built(spec, settings.backend, x)
+    if request is None:
+        return answer
+    from flexattn.statistics import runs_on  # here, because few calls ask for it
+
+    return answer._replace(statistics=runs_on(x, settings, request))
 
 
 def bind_call(*arguments: object, **named: object) -> tuple[Operands, ops.Settings]:

@@ -129,7 +129,6 @@ HINTS = (
         "return_lse=True: the weights are never made, and are exp(score - lse)",
     ),
     Hint(("return_softmax_lse", "generate_stats", "return_residual"), "FlashAttention, cuDNN and jax.nn", "return_lse"),
-    Hint(("return_aux",), "FlexAttention", "return_lse, and return_max_logit, which is one number for each head"),
     Hint(
         ("logits_soft_cap", "logit_cap", "attn_logit_softcapping", "soft_cap"), "FlashInfer and configurations of models", "softcap"
     ),

@@ -19,7 +19,7 @@ from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.prepare import prepare
 from flexattn.shorthands import in_full
 
-_REFUSED = ("bias", "alibi_slopes", "block_mask", "softmax_offset", "page_table", "score_mod", "fp8_recipe", "out")
+_REFUSED = ("bias", "alibi_slopes", "block_mask", "softmax_offset", "page_table", "score_mod", "fp8_recipe", "out", "return_aux")
 
 
 class SelectedKeys(NamedTuple):

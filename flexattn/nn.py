@@ -84,8 +84,8 @@ class Attention(nn.Module):
             context: a tensor of the same layout, whose lengths may differ.
             rotate: rotate(q, k) -> (q, k), called between the projections and attention, for rotary positions or norms. q and k
                 are [b, s, heads, head_dim], or in qkv_format if that differs.
-            arguments: arguments of `flexattn.attention`, except those that the layer sets: q, k, v, dropout_p, return_lse and
-                return_max_logit.
+            arguments: arguments of `flexattn.attention`, except those that the layer sets: q, k, v, dropout_p, return_lse,
+                return_max_logit and return_aux.
 
         Returns:
             A tensor of x's shape.
@@ -94,7 +94,7 @@ class Attention(nn.Module):
             TypeError: an argument that the layer sets.
             ValueError, TypeError, BackendError: errors of `flexattn.attention`.
         """
-        if reserved := {"dropout_p", "return_lse", "return_max_logit"} & arguments.keys():
+        if reserved := {"dropout_p", "return_lse", "return_max_logit", "return_aux"} & arguments.keys():
             raise TypeError(f"{', '.join(sorted(reserved))} is given to Attention.forward(), which sets it; accepted: all others")
         if "bhsd" in str(arguments.get("qkv_format", "bshd")):
             raise ValueError(f"qkv_format is {arguments['qkv_format']!r} for x without heads; accepted: bshd, sbhd or thd")

@@ -98,6 +98,11 @@ def prepare(
     needs_grad = is_backward or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None))
     if _has_transforms() or _level() >= 0:
         needs_grad = needs_grad or ops.is_differentiated(tensors)
+    if arguments["return_aux"] is not None:
+        from flexattn.statistics import check_request  # here, because calls without such a request should not wait for its import
+
+        check_request(arguments["return_aux"], q, sizes.batch, arguments)
+        arguments["return_max_logit"] = arguments["return_aux"].max_logit
     kv_block = 1
     if arguments["kv_indices"] is not None or arguments["kv_index_counts"] is not None:
         from flexattn.key_lists import check_lists  # here, because calls without lists of keys should not wait for its import
@@ -288,7 +293,8 @@ def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, n
     is_open = band.left is None and band.right is None
     masks = 0
     if bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right):
-        is_plain = bias_type == "no_bias" and not has_padding and mask_mod is None and not arguments["return_max_logit"]
+        returns_scores = arguments["return_max_logit"] or arguments["return_aux"] is not None
+        is_plain = bias_type == "no_bias" and not has_padding and mask_mod is None and not returns_scores
         masks = _masks(band, max_q, max_kv) if is_plain and can_check_floor else 1
     traced = _trace_mods(score_mod, mask_mod, tensors, needs_grad, masks, q)
     if traced.left is not None or traced.right is not None:

@@ -38,6 +38,11 @@ _OPERATORS = {
         " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsoftmax_offset, Tensor[] dmod_tensors)",
         "flexattn.ops",
     ),
+    "attention_statistics": (
+        f"(Tensor lse, Tensor? rows, bool max_scores, bool entropy, bool column_sums, {_CALL})"
+        " -> (Tensor max_scores, Tensor entropy, Tensor column_sums, Tensor row_weights)",
+        "flexattn.statistics",
+    ),
     "quantize": (
         f"(Tensor x, {_LENGTHS.format('')}, Tensor? scale, Tensor(a!)? history, str fmt, str dtype, {_KIND})"
         " -> (Tensor data, Tensor descale, Tensor amax)",

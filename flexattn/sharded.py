@@ -49,6 +49,8 @@ def attend_sharded(attend: Callable[..., Any], q: Any, k: Any, v: Any, options: 
         raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
     if arguments["kv_indices"] is not None:
         raise ValueError("kv_indices is given and q, k or v is a DTensor; accepted: local tensors, with lists of their own")
+    if arguments["return_aux"] is not None:
+        raise ValueError("return_aux is given and q, k or v is a DTensor; accepted: return_lse, return_max_logit, or local tensors")
     if arguments["out"] is not None:
         raise ValueError("out is given and q, k or v is a DTensor. Leave out out, or pass local tensors.")
     mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))

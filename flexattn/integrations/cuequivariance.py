@@ -44,8 +44,8 @@ def triangle_attention(
         bias: [B, 1, H, Sq, Skv], of any floating-point dtype, added to the scaled scores. Its gradient is the sum over the N rows.
         mask: [B, N, 1, 1, Skv]: True, or another number than 0, for the keys that all queries of a row see.
         scale: scale of the scores, at least 0. None: 1/sqrt(D).
-        return_aux: if True, lse and the largest score of each query are returned too. The largest scores take a second pass in
-            plain torch, which no kernel makes.
+        return_aux: if True, lse and the largest score of each query are returned too. The largest scores take a second pass
+            over the scores.
         kv_lengths: int32 [B, N, 1, 1, 1]: the number of keys that all queries of a row see. Not with mask.
 
     Returns:
@@ -82,11 +82,13 @@ def triangle_attention(
     if not return_aux:
         only_out: Tensor = attention(*rows, qkv_format="bhsd", **call).unflatten(0, lead)
         return only_out
-    from flexattn.integrations.flex_maxima import row_maxima  # a late import: few calls need it
+    from flexattn.statistics import AuxRequest  # a late import: few calls need it
 
-    out, lse = attention(*rows, qkv_format="bhsd", return_lse=True, **call)
-    largest = row_maxima(*rows, **call).to(lse.dtype)
-    return TriangleAttention(*(x.unflatten(0, lead) for x in (out, lse, largest)))
+    out, aux = attention(*rows, qkv_format="bhsd", return_aux=AuxRequest(lse=True, max_scores=True), **call)
+    assert aux.lse is not None
+    assert aux.max_scores is not None
+    results = (out, aux.lse, aux.max_scores.detach())
+    return TriangleAttention(*(x.unflatten(0, lead) for x in results))  # type: ignore[no-untyped-call]
 
 
 def _five_dims(name: str, x: Tensor) -> Tensor:

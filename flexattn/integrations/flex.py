@@ -15,8 +15,8 @@ from torch import Tensor
 from flexattn import block_mask as block_masks
 from flexattn.functional import attention
 from flexattn.integrations.arguments import without_sign
-from flexattn.integrations.flex_maxima import row_maxima
 from flexattn.mods.trace import Mod
+from flexattn.statistics import AuxRequest as OwnRequest
 from flexattn.validation import check_flags, describe
 
 if TYPE_CHECKING:
@@ -50,14 +50,13 @@ def flex_attention(
         return_lse: if True, returns (out, lse); not with return_aux.
         kernel_options: torch's options, also with the prefix fwd_ or bwd_. They are checked and ignored: none changes the results.
         return_aux: torch's AuxRequest. If set, returns (out, AuxOutput) with the requested lse and max_scores. max_scores takes a
-            second pass over all scores in plain torch, a few queries at a time, and is unavailable within torch.compile.
+            second pass over the scores.
 
     Returns:
         out [b, h, sq, d_v] of query's dtype, 0 for a query that sees no key. lse is float32 (float64 for float64) [b, h, sq],
         -inf for such a query, and differentiable. max_scores has lse's shape and dtype, and is not differentiable.
 
     Raises:
-        NotImplementedError: if return_aux requests max_scores within torch.compile.
         ValueError, TypeError: if shapes or dtypes do not match, a tensor is nested, or a mod cannot be traced.
         ValueError: if kernel_options has a name that torch does not document; also as `flexattn.attention`.
         BackendError: if no backend supports the call.
@@ -69,24 +68,20 @@ def flex_attention(
         raise ValueError("return_lse is True and return_aux is set; accepted: one of them, such as return_aux=AuxRequest(lse=True)")
     if return_aux is not None and not hasattr(return_aux, "max_scores"):
         raise TypeError(f"return_aux is {describe(return_aux)}; accepted: torch's AuxRequest, or None")
-    if return_aux is not None and return_aux.max_scores and torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "return_aux requests max_scores within torch.compile; accepted: AuxRequest(lse=True), or a call outside of it; "
-            "flexattn.attention(..., return_max_logit=True) returns the maximum of each head, also if compiled"
-        )
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
     if key.shape[0] != query.shape[0]:
         key, value = _expand_batch(query, key, value, block_mask)
     query, scale = without_sign(query, scale)
     arguments: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "softmax_scale": scale}
-    out, lse = attention(query, key, value, qkv_format="bhsd", return_lse=True, **arguments)
     if return_aux is None:
+        out, lse = attention(query, key, value, qkv_format="bhsd", return_lse=True, **arguments)
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
 
-    maxima = row_maxima(query, key, value, **arguments) if return_aux.max_scores else None
-    return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=maxima)
+    request = OwnRequest(lse=bool(return_aux.lse), max_scores=bool(return_aux.max_scores))
+    out, aux = attention(query, key, value, qkv_format="bhsd", return_aux=request, **arguments)
+    return out, AuxOutput(lse=aux.lse, max_scores=None if aux.max_scores is None else aux.max_scores.detach())
 
 
 def create_block_mask(

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from flexattn import (
+    AuxOutput,
+    AuxRequest,
+    OutAux,
     OutLse,
     OutLseMaxLogit,
     OutMaxLogit,
@@ -209,6 +212,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "Window": lambda: Value(Window(3, 0)),
     "SelectedKeys": lambda: Value(SelectedKeys(torch.zeros(2, 3, dtype=torch.int32), tokens(2, 3))),
     "OutLse": lambda: Value(OutLse(tokens(3), tokens(2))),
+    "OutAux": lambda: Value(OutAux(tokens(3), AuxOutput(lse=tokens(2)))),
+    "AuxOutput": lambda: Value(AuxOutput(entropy=tokens(2))),
+    "AuxRequest": lambda: Value(AuxRequest(entropy=True, rows=torch.tensor([1, 2]))),
     "OutMaxLogit": lambda: Value(OutMaxLogit(tokens(3), tokens(2))),
     "OutLseMaxLogit": lambda: Value(OutLseMaxLogit(tokens(3), tokens(2), tokens(2))),
 }

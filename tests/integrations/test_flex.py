@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from flexattn.integrations import flex_maxima
+from flexattn.dispatch import eager_backend
 from flexattn.integrations.flex import create_block_mask, flex_attention
 
 Mod = Callable[..., Tensor]
@@ -185,20 +185,13 @@ def test_maxima_are_found_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatc
     mask = create_block_mask(causal, None, None, SQ, SKV, "cpu", 32)
     request = AuxRequest(max_scores=True)
     _, whole = flex_attention(*tensors, block_mask=mask, enable_gqa=True, return_aux=request)
-    monkeypatch.setattr(flex_maxima, "MOST_AT_ONCE", 3 * H * SKV)
+    monkeypatch.setattr(eager_backend, "SCORE_BYTES", 3 * H * SKV * 8)
     _, parts = flex_attention(*tensors, block_mask=mask, enable_gqa=True, return_aux=request)
     torch.testing.assert_close(parts.max_scores, whole.max_scores)
     torch.testing.assert_close(parts.max_scores, written_out(tensors, None, causal)[2])
     half = flex_attention(*(t.half() for t in tensors), block_mask=mask, enable_gqa=True, return_aux=request)[1]
     assert half.max_scores.dtype == torch.float32
     torch.testing.assert_close(half.max_scores.double(), whole.max_scores, rtol=4e-3, atol=4e-3)
-
-
-def test_maxima_are_refused_within_a_compiled_function() -> None:
-    tensors = [t.detach() for t in qkv()]
-    compiled = torch.compile(lambda *t: flex_attention(*t, return_aux=AuxRequest(max_scores=True)), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=r"max_scores within torch\.compile"):
-        compiled(*tensors)
 
 
 def test_kernel_options_change_nothing() -> None:
@@ -223,13 +216,14 @@ def test_compiles_in_one_graph() -> None:
     mask, slopes = create_block_mask(causal, None, None, SQ, SKV, "cpu", 32), make(H, dtype=torch.float32)
 
     def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Any:
-        request = AuxRequest(lse=True)
+        request = AuxRequest(lse=True, max_scores=True)
         return flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h] * (i - j), mask, enable_gqa=True, return_aux=request)
 
     out, aux = torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors, slopes)
     want, want_aux = run(*tensors, slopes)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(aux.lse, want_aux.lse)
+    torch.testing.assert_close(aux.max_scores, want_aux.max_scores)
 
 
 @pytest.mark.parametrize("name", ["flex_attention", "create_block_mask"])
