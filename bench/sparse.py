@@ -122,7 +122,7 @@ def peer(q: Tensor, k: Tensor, indices: Tensor, **more: Any) -> Tensor:
 def peer_calls(qkv: list[Tensor], indices: Tensor) -> tuple[Tensor, dict[str, Callable[[], object]]]:
     """Returns out, and attention-gym's calls."""
     leaves = [t.detach().requires_grad_() for t in qkv[:2]]
-    out = peer(*leaves, indices)
+    out = peer(leaves[0], leaves[1], indices)
     dout = torch.randn_like(out)
     return out.detach(), {
         "forward, attention-gym": lambda: peer(qkv[0], qkv[1], indices),
@@ -155,6 +155,11 @@ def add_times(cell: Cell, run: Run, calls: dict[str, Callable[[], object]], erro
         run.add(row, f"{cell.name:32} {direction:24} {times['us']:10.0f} us {rate:7.1f} TFLOP/s  error {error:.1e}")
 
 
+def farthest(got: Any, wanted: Any) -> float:
+    """Returns the largest relative distance of gradients from others."""
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, wanted, strict=True))
+
+
 def add_weights_apart(cell: Cell, run: Run, qkv: list[Tensor], options: dict[str, Any]) -> None:
     """Adds rows of backwards with weights apart; the error is the distance of the gradients from the other backward's."""
     torch.manual_seed(0)
@@ -162,8 +167,7 @@ def add_weights_apart(cell: Cell, run: Run, qkv: list[Tensor], options: dict[str
     with weights_apart():
         torch.manual_seed(0)
         calls = {f"{name}, weights apart": call for name, call in calls_of(qkv, options).items() if "backward" in name}
-        got = calls["backward, weights apart"]()
-        error = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, wanted, strict=True))
+        error = farthest(calls["backward, weights apart"](), wanted)
         add_times(cell, run, calls, error)
 
 

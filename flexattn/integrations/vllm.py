@@ -7,7 +7,7 @@ group of layers: https://docs.vllm.ai/en/latest/design/attention_backends. A lay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Final, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _DTYPES = [torch.float16, torch.bfloat16]
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_MASK = "padding_causal_bottom_right"
+_MASK: Final = "padding_causal_bottom_right"
 
 
 def register() -> None:
@@ -69,7 +69,7 @@ class FlexattnMetadata(base.AttentionMetadata):  # type: ignore[misc]  # vLLM ne
     """
 
     call: dict[str, Any]
-    slots: dict[str, Tensor]
+    slots: dict[str, Any]
     tokens: int
 
 
@@ -358,7 +358,7 @@ class FlexattnMlaImpl(MLACommonImpl):  # type: ignore[misc]
                 raise NotImplementedError(f"{name} is {value} with latent attention; accepted: None")
         super().__init__(**options, kv_cache_dtype=kv_cache_dtype, logits_soft_cap=logits_soft_cap, attn_type=attn_type, **sizes)
         self.supports_quant_query_input = False
-        self._options = {
+        self._options: dict[str, Any] = {
             "softmax_scale": self.scale,
             "softcap": logits_soft_cap or 0.0,
             "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
@@ -377,7 +377,7 @@ class FlexattnMlaImpl(MLACommonImpl):  # type: ignore[misc]
         """
         latents = kv_c_and_k_pe_cache.unsqueeze(2)
         decode: Any = attn_metadata.decode
-        out: Tensor = attention(
+        out: Any = attention(
             torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
             latents,
             latents[..., : self.kv_lora_rank],

@@ -274,6 +274,6 @@ def consume_fused_192(
         if args.dk32.ptr is not None:
             store_key_gradient(args.dv32, dv1, block, CONSUMER * ROWS, V0)
         else:
-            loaded.v1.index(CONSUMER).reshape([ROWS, V1]).store(dv1.to(DTYPE))  # type: ignore[attr-defined]
+            loaded.v1.index(CONSUMER).reshape([ROWS, V1]).store(dv1.to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)

@@ -77,7 +77,7 @@ def _weights(queries, k, n, is_full, head, inputs, MODS: tl.constexpr, META: tl.
     # logit and lse is exact if both are large.
     i = queries.i
     j = n + tl.arange(0, META.BLOCK_N)[None, :]
-    qk = product(queries.q, k, None, META.QK1 > 0, META)
+    qk = product(queries.q, k, None, META.QK1 > 0, False, META)
     s, factor, _, _ = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
     if META.IS_UNBOUNDED:
         exponent = tl.minimum(s - queries.lse[:, None], 0.0) * LOG2E

@@ -225,7 +225,7 @@ def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> No
     add(*fp8_cache_call(), 90, ("forward",))
     lists = torch.empty(2, 4096, 64, dtype=torch.int32, device="meta")
     add(*call(kv_indices=lists), 90)
-    add(*call(kv_indices=lists[:, :, None], kv_block_size=(1, 64)), 90)
+    add(*call(kv_indices=lists[:, :, None].expand(-1, -1, 16, -1), kv_block_size=(1, 64)), 90)
     add(*latent_call(), 90, ("forward",))
     add(*call(), 100)
     policy = Policy(portable_only="a test")
