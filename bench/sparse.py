@@ -1,6 +1,6 @@
 """Attention by lists of keys (kv_indices) in shapes of models: time, TFLOP/s and error of the Triton kernels, beside dense calls.
 
-    python -m flexattn.bench.sparse --out sparse.json [--only PATTERN ...] [--weights-apart]
+    python -m flexattn.bench.sparse --out sparse.json [--only PATTERN ...]
 
 Each row is a direction of a cell. The eager backend checks the results of a few queries in fp32. attention-gym's gather_attn (`pip
 install attn_gym`) has rows beside cells with one key head and equal head dims. Needs a GPU.
@@ -8,11 +8,10 @@ install attn_gym`) has rows beside cells with one key head and equal head dims. 
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from flexattn import attention
 from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu, quartiles
-from flexattn.call_cache import clear_cache
 
 CALLS = 8
 CHECKED = 64  # queries whose results are compared with the eager backend
@@ -130,20 +128,6 @@ def peer_calls(qkv: list[Tensor], indices: Tensor) -> tuple[Tensor, dict[str, Ca
     }
 
 
-@contextlib.contextmanager
-def weights_apart() -> Iterator[None]:
-    """Inside, the weights of backwards have a kernel of their own, if heads and head dims are large."""
-    from flexattn.kernels_triton.sparse import tiles
-
-    tiles.WEIGHTS_APART = True
-    clear_cache()
-    try:
-        yield
-    finally:
-        tiles.WEIGHTS_APART = False
-        clear_cache()
-
-
 def add_times(cell: Cell, run: Run, calls: dict[str, Callable[[], object]], error: float) -> None:
     for direction, call in calls.items():
         for _ in range(3):
@@ -155,28 +139,10 @@ def add_times(cell: Cell, run: Run, calls: dict[str, Callable[[], object]], erro
         run.add(row, f"{cell.name:32} {direction:24} {times['us']:10.0f} us {rate:7.1f} TFLOP/s  error {error:.1e}")
 
 
-def farthest(got: Any, wanted: Any) -> float:
-    """Returns the largest relative distance of gradients from others."""
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, wanted, strict=True))
-
-
-def add_weights_apart(cell: Cell, run: Run, qkv: list[Tensor], options: dict[str, Any]) -> None:
-    """Adds rows of backwards with weights apart; the error is the distance of the gradients from the other backward's."""
-    torch.manual_seed(0)
-    wanted = calls_of(qkv, options)["backward"]()
-    with weights_apart():
-        torch.manual_seed(0)
-        calls = {f"{name}, weights apart": call for name, call in calls_of(qkv, options).items() if "backward" in name}
-        error = farthest(calls["backward, weights apart"](), wanted)
-        add_times(cell, run, calls, error)
-
-
-def measure(cell: Cell, run: Run, device: str = "cuda", *, apart: bool = False) -> None:
+def measure(cell: Cell, run: Run, device: str = "cuda") -> None:
     qkv, options = tensors(cell, device)
     error = error_of(cell, qkv, options, attention(*qkv, **options))
     add_times(cell, run, calls_of(qkv, options), error)
-    if apart and cell.listed and cell.heads[1] == 1:
-        add_weights_apart(cell, run, qkv, options)
     if reason := peer_unsupported(cell):
         if cell.listed:
             print(f"{cell.name:32} no rows of attention-gym: {reason}")
@@ -188,13 +154,12 @@ def measure(cell: Cell, run: Run, device: str = "cuda", *, apart: bool = False) 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of cells, such as 'FlashMLA*'")
-    parser.add_argument("--weights-apart", action="store_true", help="also backwards with weights in a kernel of their own")
     arguments = parser.parse_args(argv)
     need_gpu(parser)
     run = Run("flexattn.bench.sparse", __doc__, arguments.out)
     for cell in CELLS:
         if any(fnmatch.fnmatch(cell.name, pattern) for pattern in arguments.only):
-            measure(cell, run, apart=arguments.weights_apart)
+            measure(cell, run)
             torch.cuda.empty_cache()
     run.write()
     return run.status()

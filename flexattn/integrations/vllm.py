@@ -7,7 +7,7 @@ group of layers: https://docs.vllm.ai/en/latest/design/attention_backends. A lay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor

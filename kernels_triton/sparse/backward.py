@@ -26,6 +26,7 @@ from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse import tiles
 from flexattn.kernels_triton.sparse.inversion import Chunks, Listed, listed_rows, row_offsets, unit_at, units_of_token
+from flexattn.kernels_triton.sparse.lists import has_no_queries
 from flexattn.kernels_triton.sparse.tiles import BLOCKS
 from flexattn.kernels_triton.sparse.weights import LINE, Chunk, Weights
 
@@ -177,7 +178,7 @@ def _sparse_blocks_kernel(args: TargetArguments, KV_BLOCK: tl.constexpr, TARGET:
 def sparse_backward(call: Backward, tile: Tile) -> None:
     """Writes the gradients of a call whose queries have lists of keys."""
     x, dsoftmax_offset = call.problem, call.dsoftmax_offset
-    if x.batch == 0:  # no program writes
+    if has_no_queries(x):  # no program writes
         for gradient in (call.dq, call.dk, call.dv, dsoftmax_offset):
             if gradient is not None:
                 gradient.zero_()

@@ -40,7 +40,15 @@ from flexattn.kernels_triton.sparse.inversion import (
     unit_at,
     units_of_token,
 )
-from flexattn.kernels_triton.sparse.lists import KeyLists, heads_of, key_lists, query_of_token, rows_of_heads, store_heads
+from flexattn.kernels_triton.sparse.lists import (
+    KeyLists,
+    has_no_queries,
+    heads_of,
+    key_lists,
+    query_of_token,
+    rows_of_heads,
+    store_heads,
+)
 from flexattn.kernels_triton.sparse.weights import Chunk
 
 _SHARE = 128  # queries of a program, on average
@@ -246,7 +254,7 @@ def pair_arguments(problem: Problem, meta: Meta, chunk: Chunk, listed: Listed, s
 def block_forward(problem: Problem, out: Tensor, lse: Tensor, tile: Tile) -> None:
     """Writes out and lse of a call that `conditions.block_unsupported` does not reject."""
     x = problem
-    if x.batch == 0:  # no program writes the padding
+    if has_no_queries(x):  # no program writes
         out.zero_()
         lse.fill_(float("-inf"))
         return

@@ -25,6 +25,7 @@ from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
     clear_padding,
+    has_no_queries,
     heads_of,
     key_lists,
     load_heads,
@@ -153,7 +154,7 @@ def num_splits(problem: Problem, tile: Tile) -> Splits:
 def sparse_forward(problem: Problem, out: Tensor, lse: Tensor, tile: Tile, splits: int | None = None) -> None:
     """Writes out, in q's layout with v's head dim, and lse, fp32 [b, h, sq] or [h, total_q]. splits: None: `num_splits`"""
     x = problem
-    if x.batch == 0:  # no program writes the padding
+    if has_no_queries(x):  # no program writes
         out.zero_()
         lse.fill_(float("-inf"))
         return

@@ -13,7 +13,7 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import launch
 from flexattn.kernels_triton.sparse.conditions import widths
 from flexattn.kernels_triton.sparse.gathering import Arguments, SparseMeta
-from flexattn.kernels_triton.sparse.lists import key_lists, programs_of
+from flexattn.kernels_triton.sparse.lists import has_no_queries, key_lists, programs_of
 
 _REGISTERS = 216  # registers of a consumer's thread
 
@@ -45,7 +45,7 @@ def launch_items(kernel: Any, problem: Problem, outputs: tuple[Tensor, Tensor], 
     """Launches a forward whose programs have `items_of_program` items each. outputs: out and lse"""
     x = problem
     out, lse = outputs
-    if x.batch == 0:  # no program writes the padding
+    if has_no_queries(x):  # no program writes
         out.zero_()
         lse.fill_(float("-inf"))
         return

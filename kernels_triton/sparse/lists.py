@@ -33,6 +33,10 @@ def key_lists(problem: Problem) -> KeyLists:
     return KeyLists(indices_ptr=indices, counts_ptr=problem.kv_index_counts, heads=indices.shape[-2], length=indices.shape[-1])
 
 
+def has_no_queries(problem: Problem) -> bool:
+    return problem.batch == 0 or problem.q.shape[:-2].numel() == 0
+
+
 def programs_of(problem: Problem, block_m: int) -> int:
     """Returns the number of programs with a query, and up to block_m of its heads, each."""
     x = problem

@@ -266,8 +266,7 @@ def test_kernels_compile_for_sm_90() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90])
-def test_kernels_of_weights_alone_compile(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "WEIGHTS_APART", True)
+def test_kernels_of_weights_alone_compile(sm: int) -> None:
     launches = launches_of(call("hundred heads, causal, counts, latent", torch.bfloat16, (576, 512)), sm, False)
     requests = [request_for(launch, sm) for launch in launches if launch.kernel.fn.__module__ == weights.__name__]
     assert len(requests) == 3
@@ -280,3 +279,15 @@ def test_kernels_of_weights_alone_compile(sm: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: f"sm_{gate[0]}, {gate[1]}")
 def test_kernels_compile_for_each_gpu(gate: tuple[int, tuple[int, int], str]) -> None:
     compile_gates([gate])
+
+
+def test_no_queries_give_no_gradients() -> None:
+    """A fuzz on a GPU found that the backward divided by the number of queries."""
+    q, k, v = (torch.randn(1, tokens, 4, 16, device=DEVICE, requires_grad=True) for tokens in (0, 8, 8))
+    indices = torch.zeros(1, 0, 3, dtype=torch.int32, device=DEVICE)
+    attention(q, k, v, kv_indices=indices, backend="triton").sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+    for t in (k, v):
+        assert t.grad is not None
+        assert not t.grad.any()
