@@ -43,6 +43,7 @@ OLDER = {  # by the GPUs whose code they time
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
 PUBLISHED = "models_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
+NOT_SHOWN = ("flexattn", "python", "cuda")  # versions, which the file has
 PLOTS = "plots"  # the folder beside the page
 
 OUT_OF_PLOTS = ("cuDNN frontend",)  # its lines lie on those of SDPA cuDNN
@@ -331,16 +332,16 @@ def _sources(found: Sources) -> str:
     published = {} if found.models is None else {PUBLISHED: found.models}
     older = [pair for gpus, runs in found.older.items() for pair in zip(OLDER[gpus], runs, strict=True)]
     for name, run in ((MAIN, found.main), (SECOND, found.second), *older, *published.items()):
-        versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
-        lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
+        packages = {package: text for package, text in run.versions.items() if text and package not in NOT_SHOWN}
+        versions = ", ".join(f"{package} {text}" for package, text in packages.items())
+        lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
         versions = f"torch {content['versions']['torch']}" + "".join(
             f", {peer} {content['peers'][names[0]]}" for peer, names in DECODE_PEERS.items() if "peers" in content
         )
         versions += f", transformers {content['transformers']}" if "transformers" in content else ""
         device, day = content["device"]["name"], content["started"][:10]
-        command = content["command"].partition(" --only ")[0]  # the file has the order of the cells
-        lines.append(f"- [{name}](../bench/results/{name}): {device}, {day}, {versions}. `{command}`")
+        lines.append(f"- [{name}](../bench/results/{name}): {device}, {day}, {versions}")
     memory = found.memory
     lines.append(f"- [Memory on a CPU](../bench/results/{MEMORY}) (script not kept): torch {memory.versions['torch']}")
     return "\n".join(lines)

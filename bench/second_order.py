@@ -33,7 +33,7 @@ CELLS = {
     "8 x 2048, 64": (8, 2048, 16, 64),
     "1 x 16384": (1, 16384, 16, 128),
 }
-BUDGET_MS = 300.0  # of device time for each call
+BUDGET_MS = 300.0  # device time of each call
 MOST_SCORES = 2**30  # for the math backend, whose matrices of more scores do not fit
 WORST = 2.0**-6  # |got - first| / |first| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 

@@ -213,7 +213,9 @@ class FlexattnImpl(base.AttentionImpl):  # type: ignore[misc]
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device=torch.get_default_device())
+        )
         self._options: dict[str, Any] = {
             "softmax_scale": self.scale,
             "softcap": logits_soft_cap or 0.0,

@@ -91,7 +91,7 @@ class Pairs(NamedTuple):
     queries: Any  # with the fields of `ScoredQueries`
     keys: Any  # with the fields of `ScoredKeys`
     i: tl.tensor  # positions of the queries that broadcast against the tile
-    j: tl.tensor  # of the keys
+    j: tl.tensor  # positions of the keys
     is_full: Any  # whether the block is full, so that the mask_mod is not needed
 
 
@@ -275,7 +275,7 @@ class Tiles(NamedTuple):
     tangent: Tile
     queries: Tile
     keys: Tile
-    scores: Tile  # of the kernels for a bias and for captured tensors
+    scores: Tile  # tile of the kernels for a bias and for captured tensors
 
 
 def tiles_for(capability: int, head_dim: int, element_size: int, is_plain: bool) -> Tiles:

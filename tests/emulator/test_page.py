@@ -35,8 +35,8 @@ def test_output_is_as_shown(edit: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert shape_of(SHOWN[edit] if edit else BLOCKS[1][1]) in shape_of(printed), printed
 
 
-def test_the_page_edits_its_kernel_twice() -> None:
-    assert len(SHOWN) == 2
+def test_the_page_edits_its_kernel() -> None:
+    assert len(SHOWN) == 1
 
 
 def test_page_states_the_number_of_injected_faults() -> None:
