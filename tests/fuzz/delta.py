@@ -1,7 +1,7 @@
 """Errors of delta, the sum of out * dout of a row, and of dp, which cancels it if a row has one key, or keys that are alike.
 
 A score's gradient is p * (dp - delta). Where these cancel, what is left is their rounding, of which plain torch has another.
-`oracle.exact` makes noise in the gradients of q and k of such errors, which act as gradients of lse do.
+`oracle.exact` makes noise in gradients of such errors, which act as gradients of lse do.
 """
 
 from __future__ import annotations

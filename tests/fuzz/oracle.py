@@ -60,7 +60,7 @@ class Result(NamedTuple):
     is_rounded: Tensor  # bool, shaped like lse: out is not the value of a single key, which a 16-bit dtype holds exactly
     is_vague: Tensor  # bool, shaped like lse: it is beyond LARGE, and others are so near that a rounding decides
     largest: Tensor  # the largest score of each of the other rows: the largest of these, by magnitude
-    noise: dict[str, Tensor]  # what errors of delta, one a row, make of the gradients of q and k
+    noise: dict[str, Tensor]  # the errors of gradients, of v's none, that errors of delta make, one a row
 
 
 Rounding = Callable[[Tensor], Tensor]
@@ -167,14 +167,12 @@ def _results(
             seeds.append(torch.where(as_output(is_real, problem.q, tensors["q"].shape), seed.to(dtype), 0.0))
     sources = [scores, *(leaves[name] for name in wanted)] if scores.requires_grad else [leaves[name] for name in wanted]
     found: Sequence[Tensor | None] = [None] * len(sources)
-    names = [name for name in ("q", "k") if name in wanted]
-    if delta_errors is not None and names and result.lse.requires_grad:
+    if delta_errors is not None and wanted and result.lse.requires_grad:
         # The gradient of a score is p * (dp - delta): an error of delta acts as a gradient of lse does.
         is_row = _to_lse_format(is_real, problem.q, tensors["q"].shape)
         errors = torch.where(is_row, delta_errors(result), 0.0)
-        leaves_of_lse = [leaves[name] for name in names]
-        noise = torch.autograd.grad(result.lse, leaves_of_lse, errors, retain_graph=True, allow_unused=True)
-        result = result._replace(noise={name: t for name, t in zip(names, noise, strict=True) if t is not None})
+        noise = torch.autograd.grad(result.lse, sources[-len(wanted) :], errors, retain_graph=True, allow_unused=True)
+        result = result._replace(noise={name: t for name, t in zip(wanted, noise, strict=True) if t is not None})
     if outputs and sources:
         found = torch.autograd.grad(outputs, sources, seeds, allow_unused=True)
     zeros = [torch.zeros_like(source) if gradient is None else gradient for source, gradient in zip(sources, found, strict=True)]

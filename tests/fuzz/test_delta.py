@@ -90,6 +90,22 @@ def test_what_rounding_leaves_of_a_score_is_granted(dtype: torch.dtype, fp8_of: 
     assert bool(verdicts.failures()) == (size_of_delta != 1.0)
 
 
+@pytest.mark.parametrize("size_of_delta", [1.0, 1.01])
+def test_what_a_capture_multiplies_by_a_distance_is_granted(size_of_delta: float) -> None:
+    """The gradient of ALiBi's slopes, of scores that have none. An error of delta of 1 % is not granted."""
+    config = config_of_one_key(torch.float32, "")._replace(score_mod="alibi", wants=frozenset({"by_head"}))
+    calls = (Call(config, seed) for seed in range(100))
+    call = next(x for x in calls if (x.tensors["q"].shape[1], x.tensors["k"].shape[1]) == (QUERIES, 1))
+    dout = call.tensors["dout"]
+    out = call.tensors["v"].detach().repeat_interleave(config.group, 2).expand_as(dout)
+    ds = cut_sum(dout, out) - size_of_delta * (out * dout).sum(-1)
+    slopes = -(ds * torch.arange(QUERIES)[:, None]).sum((0, 1))
+    verdicts = Verdicts()
+    with mock.patch.object(check, "is_cut", return_value=True), mock.patch.object(delta, "is_cut", return_value=True):
+        check.compare(verdicts, "a call", call, {"dby_head": slopes})
+    assert bool(verdicts.failures()) == (size_of_delta != 1.0)
+
+
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a tensor [b, s, h, d] rounded to FP8, with a scale for each head of a sequence."""
     x = x.detach().double()
