@@ -44,7 +44,7 @@ def large_l2_by_name(name: str) -> bool:
 class Buffer(NamedTuple):
     """Memory that no other buffer shares."""
 
-    size: int  # elements.
+    size: int  # elements; 0 if a kernel gets its address, but neither reads nor writes there.
     dtype: torch.dtype
 
 
@@ -90,8 +90,9 @@ class Plan(NamedTuple):
     updated: frozenset[int] = frozenset()  # buffers of inputs that a step may write.
 
     def written(self) -> frozenset[int]:
-        """Returns the buffers that a step may write: all except for inputs that are not updated."""
-        return frozenset(range(len(self.buffers))) - frozenset(i for i in self.inputs if i is not None) | self.updated
+        """Returns the buffers that a step may write: all with elements, except for inputs that are not updated."""
+        with_elements = frozenset(i for i, buffer in enumerate(self.buffers) if buffer.size)
+        return with_elements - frozenset(i for i in self.inputs if i is not None) | self.updated
 
 
 def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device: Device, updated: Sequence[int] = ()) -> Plan:
@@ -123,10 +124,11 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
             used += [*step.slots, *(i for i in step.outs if i is not None)]
     memory = _Memory([tensors[i] for i in used])
     places = tuple(memory.view_of(t).buffer for t in inputs)
+    parts = tuple(part for step in steps for part in _parts(step, tensors, memory))
     return Plan(
         buffers=tuple(memory.buffers),
         inputs=places,
-        steps=tuple(part for step in steps for part in _parts(step, tensors, memory)),
+        steps=parts,
         results=tuple(memory.view_of(tensors[i]) for i in results),
         updated=frozenset(place for i in updated if (place := places[i]) is not None),
     )
@@ -154,10 +156,11 @@ def _extent(t: Tensor) -> tuple[int, int]:
 
 
 class _Memory:
-    """Buffers for tensors. Each buffer is a part of a storage that no tensor crosses."""
+    """Buffers for tensors. Each buffer is a part of a storage that no tensor crosses, or stands for empty tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.buffers: list[Buffer] = []
+        self.empty: dict[int, int] = {}  # for the storage of an empty tensor that a kernel gets: its buffer.
         self.parts: dict[int, list[tuple[int, int, int]]] = {}  # for each storage: (first byte, byte after the last, buffer).
         extents_by_storage: dict[int, list[tuple[int, int, torch.dtype]]] = {}
         for t in tensors:
@@ -189,8 +192,12 @@ class _Memory:
                 yield View(place, (low - first) // dtype.itemsize, ((high - low) // dtype.itemsize,), dtype)
 
     def start_of(self, t: Tensor, launch: Launch) -> int:
+        """Returns the buffer whose address a kernel gets. Each storage of empty tensors has one of its own."""
         if not t.numel():
-            raise PlanError(f"{launch.kernel.__name__} gets a tensor of no elements")
+            if storage_of(t) not in self.empty:
+                self.empty[storage_of(t)] = len(self.buffers)
+                self.buffers.append(Buffer(0, t.dtype))
+            return self.empty[storage_of(t)]
         buffer, offset = self._place(t)
         if offset:
             raise PlanError(f"{launch.kernel.__name__} gets a tensor that begins within another's memory")

@@ -284,7 +284,7 @@ def _size(view: View) -> int:
 
 
 def _uninitialised(buffer: Buffer) -> jax.Array:
-    return jax.lax.empty((buffer.size,), jax_dtype(buffer.dtype))
+    return jax.lax.empty((max(1, buffer.size),), jax_dtype(buffer.dtype))  # XLA may give empty arrays no address
 
 
 def _launch(step: Kernel, memory: _Memory) -> None:

@@ -113,6 +113,29 @@ def test_what_torch_computes_stands_between_the_launches() -> None:
     assert (op.results[0].buffer,) == last.buffers
 
 
+@pytest.mark.parametrize("num_queries", [0, 17])
+def test_kernels_get_an_address_of_each_tensor_without_elements(num_queries: int) -> None:
+    """Of all keys, or also of all queries. Results without elements have no buffer."""
+    x, k, v = (meta(1, n, 1, 16) for n in (num_queries, 0, 0))
+
+    def run() -> list[torch.Tensor]:
+        dk = torch.empty_like(k)
+        launched(x, k, v, dk)
+        launched(dk, k)
+        return [dk]
+
+    plan = record(run, [x, k, v], DEVICE)
+    first, second = plan.steps
+    assert isinstance(first, Kernel)
+    assert isinstance(second, Kernel)
+    assert len(set(first.buffers)) == 4
+    assert second.buffers == (first.buffers[3], first.buffers[1])
+    assert [plan.buffers[i].size for i in first.buffers] == [16 * num_queries, 0, 0, 0]
+    assert plan.inputs[1:] == (None, None)
+    assert not plan.written()
+    assert plan.results == (View(None, 0, (1, 0, 1, 16), torch.float32),)
+
+
 def gets_part_of_a_buffer(x: torch.Tensor) -> list[torch.Tensor]:
     whole = torch.empty(8, device="meta")
     launched(x, whole, whole[4:])

@@ -187,8 +187,9 @@ def _compare_gradient(
     if out_eps and call.dout is not None and ref.out.numel():
         rounded_out = torch.where(row_of_out(ref.is_rounded, config.q_format), ref.out * call.dout.double(), 0.0)
         delta_error = delta_error + steepness * OUT_STEPS * out_eps / 2 * rounded_out.nan_to_num().square().sum(-1).max().sqrt()
-    noise = ref.noise.get(name)
-    if noise is not None and name == "k":  # it adds up over queries with the signs of one draw, as plain torch's error does
+    # Captures may multiply a score's gradient by the distance of a query and a key. Granted are sums that are made of scores.
+    noise = ref.noise.get(name) if name in ("q", "k", *config.captures) else None
+    if noise is not None and name != "q":  # it adds up over queries with the signs of one draw, as plain torch's error does
         noise = GRADIENT_FACTOR * noise
     if name in ("q", "k"):
         least = torch.where(wanted.any(), 0.0, NOTHING)

@@ -1,10 +1,12 @@
 """Errors of delta, the sum of out * dout of a row, and of dp, which cancels it if a row has one key, or keys that are alike.
 
 A score's gradient is p * (dp - delta). Where these cancel, what is left is their rounding, of which plain torch has another.
-`oracle.exact` makes noise in the gradients of q and k of such errors, which act as gradients of lse do.
+`oracle.exact` makes noise in gradients of such errors, which act as gradients of lse do.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +49,22 @@ def delta_errors(call: Call, ref: Result) -> Tensor:
     return _as_lse(errors * delta.sign(), config.q_format)
 
 
+def tangent_errors(call: Any, ref: Result) -> Tensor:
+    """Returns a bound of the error of the tangents of delta and dp in each row, shaped like lse, with the sign of delta.
+
+    dp's tangent is a product of dout and a tangent of v, whose numbers have a size of 1, rounded as dp is. Delta's has it times p,
+    which is exp of a score less lse: both are rounded, and the score's and lse's product with log2(e) too, by lse * eps together.
+    """
+    if call.dout is None:
+        return torch.zeros_like(ref.lse)
+    config = call.config
+    dout = call.dout.double().nan_to_num(0.0, 0.0, 0.0)
+    rows = _as_lse(dout.square().sum(-1).sqrt() * _terms(call, ref).sum(-1).sign(), config.q_format)
+    cuts = config.head_dim_v / ADDED_AT_ONCE / 2.0 if is_cut(config) else 0.0
+    eps = torch.finfo(torch.float64 if config.dtype is torch.float64 else torch.float32).eps / (1.0 - config.dropout_p)
+    return (ROW_STEPS + cuts + ref.lse.detach().abs().nan_to_num(0.0, 0.0, 0.0)) * eps * rows
+
+
 def fp8_delta_deviations(call: Call, ref: Result) -> Tensor:
     """Returns a bound of the standard deviation of dp - delta in a call in FP8, shaped like lse, with the sign of delta.
 
@@ -66,7 +84,7 @@ def fp8_delta_deviations(call: Call, ref: Result) -> Tensor:
     return _as_lse(variances.sqrt() * terms.sum(-1).sign(), config.q_format)
 
 
-def _terms(call: Call, ref: Result) -> Tensor:
+def _terms(call: Any, ref: Result) -> Tensor:
     """Returns out * dout, shaped like out; 0 where padding is not finite."""
     assert call.dout is not None
     return ref.out.detach() * call.dout.double().nan_to_num(0.0, 0.0, 0.0)

@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from flexattn.jax import attention
 from tests.fuzz.calls import Call
 from tests.fuzz.check import EAGER, ON_GPU, Verdicts, compare
 from tests.fuzz.config import DIFFERENTIABLE, HALF, Config, Where, draw_config
+from tests.fuzz.delta import tangent_errors
 from tests.fuzz.oracle import Problem, twice
 from tests.fuzz.second import compare_one
 
@@ -249,8 +251,8 @@ def check(name: str, where: Where) -> tuple[list[str], list[str]]:
 def compare_along(verdicts: Verdicts, instance: Instance, got: dict[str, Tensor]) -> None:
     """Compares derivatives along the tensors themselves; got: by what they are and the name of a tensor."""
     along = {name: instance.tensors[name] for name in instance.wanted}
-    seeds = instance.dout, instance.dlse
-    ref, same = (twice(instance.problem(), instance.tensors, *seeds, along, is_exact=is_exact) for is_exact in (True, False))
+    given = instance.problem(), instance.tensors, instance.dout, instance.dlse, along
+    ref, same = (twice(*given, is_exact=exact, delta_errors=partial(tangent_errors, instance)) for exact in (True, False))
     for what, t in got.items():
         compare_one(verdicts, instance, what, t, what.rpartition(" ")[2], ref, same)
 

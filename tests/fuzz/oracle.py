@@ -60,7 +60,7 @@ class Result(NamedTuple):
     is_rounded: Tensor  # bool, shaped like lse: out is not the value of a single key, which a 16-bit dtype holds exactly
     is_vague: Tensor  # bool, shaped like lse: it is beyond LARGE, and others are so near that a rounding decides
     largest: Tensor  # the largest score of each of the other rows: the largest of these, by magnitude
-    noise: dict[str, Tensor]  # what errors of delta, one a row, make of the gradients of q and k
+    noise: dict[str, Tensor]  # the errors of gradients, of v's none, that errors of delta make, one a row
 
 
 Rounding = Callable[[Tensor], Tensor]
@@ -104,6 +104,7 @@ class Twice(NamedTuple):
 
     found: dict[str, Tensor]
     size: Tensor  # the largest of the scores' gradients and tangents, and of products of both
+    noise: dict[str, Tensor]  # the errors of the tensors' derivatives that errors of delta's tangent make, one a row
 
 
 def twice(
@@ -113,8 +114,12 @@ def twice(
     dlse: Tensor | None,
     along: dict[str, Tensor],
     is_exact: bool,
+    delta_errors: Callable[[Result], Tensor] | None = None,
 ) -> Twice:
-    """Returns derivatives along tangents of the tensors, in float64 or as `plain` computes. The double backward of autograd."""
+    """Returns derivatives along tangents of the tensors, in float64 or as `plain` computes. The double backward of autograd.
+
+    delta_errors: returns an error of delta's tangent for each row, shaped like lse, of which `noise` is made.
+    """
     own = tensors["q"].dtype
     dtype = torch.float64 if is_exact else torch.float32 if own in (torch.float16, torch.bfloat16) else own
     rounding: Rounding = (lambda x: x.to(own).float()) if not is_exact and dtype is not own else lambda x: x
@@ -128,6 +133,10 @@ def twice(
         given = zeros if seed is None else torch.where(as_output(is_real, problem.q, shape), seed.to(dtype), 0.0)
         seeds.append(given.detach().requires_grad_())
     sources, tangents = [leaves[name] for name in along], [t.to(dtype).nan_to_num(0.0) for t in along.values()]
+    noise: dict[str, Tensor] = {}
+    if delta_errors is not None and along and result.lse.requires_grad:
+        errors = torch.where(_to_lse_format(is_real, problem.q, shape), delta_errors(result), 0.0)
+        noise = _noise(result.lse, {name: leaves[name] for name in along}, errors)
     outputs = [(t, seed) for t, seed in zip((result.out, result.lse), seeds, strict=True) if t.requires_grad]
     names, every = ("out", "lse", *along), [*seeds, *sources]
     found: Sequence[Tensor] = [torch.zeros_like(t) for t in every]
@@ -144,7 +153,7 @@ def twice(
             )
         sizes = [t.detach().abs().amax().double() for t in (*found, *gradients[len(sources) :]) if t.numel()]
         size = torch.stack([*sizes, size]).amax()
-    return Twice({name: t.detach() for name, t in zip(names, found, strict=False)}, size)
+    return Twice({name: t.detach() for name, t in zip(names, found, strict=False)}, size, noise)
 
 
 def _results(
@@ -167,20 +176,21 @@ def _results(
             seeds.append(torch.where(as_output(is_real, problem.q, tensors["q"].shape), seed.to(dtype), 0.0))
     sources = [scores, *(leaves[name] for name in wanted)] if scores.requires_grad else [leaves[name] for name in wanted]
     found: Sequence[Tensor | None] = [None] * len(sources)
-    names = [name for name in ("q", "k") if name in wanted]
-    if delta_errors is not None and names and result.lse.requires_grad:
-        # The gradient of a score is p * (dp - delta): an error of delta acts as a gradient of lse does.
-        is_row = _to_lse_format(is_real, problem.q, tensors["q"].shape)
-        errors = torch.where(is_row, delta_errors(result), 0.0)
-        leaves_of_lse = [leaves[name] for name in names]
-        noise = torch.autograd.grad(result.lse, leaves_of_lse, errors, retain_graph=True, allow_unused=True)
-        result = result._replace(noise={name: t for name, t in zip(names, noise, strict=True) if t is not None})
+    if delta_errors is not None and wanted and result.lse.requires_grad:
+        errors = torch.where(_to_lse_format(is_real, problem.q, tensors["q"].shape), delta_errors(result), 0.0)
+        result = result._replace(noise=_noise(result.lse, {name: leaves[name] for name in wanted}, errors))
     if outputs and sources:
         found = torch.autograd.grad(outputs, sources, seeds, allow_unused=True)
     zeros = [torch.zeros_like(source) if gradient is None else gradient for source, gradient in zip(sources, found, strict=True)]
     dscore = zeros[0].abs().amax() if scores.requires_grad and scores.numel() else result.dscore
     gradients = dict(zip(wanted, zeros[len(zeros) - len(wanted) :], strict=True))
     return result._replace(out=result.out.detach(), lse=result.lse.detach(), gradients=gradients, dscore=dscore)
+
+
+def _noise(lse: Tensor, leaves: dict[str, Tensor], errors: Tensor) -> dict[str, Tensor]:
+    """Returns the errors of gradients that errors of delta, one a row, make: of p * (dp - delta), as a gradient of lse does."""
+    found = torch.autograd.grad(lse, [*leaves.values()], errors, retain_graph=True, allow_unused=True)
+    return {name: t for name, t in zip(leaves, found, strict=True) if t is not None}
 
 
 def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Rounding) -> tuple[Result, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd import forward_ad
 
 from tests.fuzz.calls import Call
 from tests.fuzz.config import HALF
+from tests.fuzz.delta import tangent_errors
 from tests.fuzz.oracle import Twice, twice
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ def compare_second(verdicts: Verdicts, call: Call) -> None:
     if not call.wanted or (call.dout is None and call.dlse is None):
         return
     along = _draw(call)
-    ref, same = (twice(call.problem(), call.tensors, call.dout, call.dlse, along, is_exact=exact) for exact in (True, False))
+    given = call.problem(), call.tensors, call.dout, call.dlse, along
+    ref, same = (twice(*given, is_exact=exact, delta_errors=partial(tangent_errors, call)) for exact in (True, False))
     for name, t in _tangents(call, along).items():
         compare_one(verdicts, call, f"tangent of {name}", t, name, ref, same)
     for name, t in _double(call, along).items():
@@ -56,7 +59,9 @@ def compare_one(verdicts: Verdicts, call: Any, what: str, got: Tensor, name: str
     least = (STEPS_OF_DOUBLE if is_double else CANCELLED) * eps * ref.size
     if dtype in HALF:  # dp less delta, of rounded weights
         least = least + torch.finfo(dtype).eps * ref.size / 16
-    verdicts.close(what, got, wanted, budget, FACTOR, rounding, least)
+    # Captures may multiply a score's gradient and its tangent by the distance of a query and a key. Signs are of one draw.
+    noise = FACTOR * ref.noise[name] if name in call.config.captures and name in ref.noise else None
+    verdicts.close(what, got, wanted, budget, FACTOR, rounding, least, noise)
 
 
 def _seeds(call: Call) -> dict[str, Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.fuzz import check, delta, in_fp8
+from tests.fuzz import check, delta, in_fp8, second
 from tests.fuzz.calls import Call
 from tests.fuzz.check import EAGER, Verdicts
 from tests.fuzz.config import Config, draw_config
@@ -88,6 +89,40 @@ def test_what_rounding_leaves_of_a_score_is_granted(dtype: torch.dtype, fp8_of: 
     with mock.patch.object(check, "is_cut", return_value=True), mock.patch.object(delta, "is_cut", return_value=True):
         judge(verdicts, "a call", call, got)
     assert bool(verdicts.failures()) == (size_of_delta != 1.0)
+
+
+@pytest.mark.parametrize("size_of_delta", [1.0, 1.01])
+def test_what_a_capture_multiplies_by_a_distance_is_granted(size_of_delta: float) -> None:
+    """The gradient of ALiBi's slopes, of scores that have none. An error of delta of 1 % is not granted."""
+    config = config_of_one_key(torch.float32, "")._replace(score_mod="alibi", wants=frozenset({"by_head"}))
+    calls = (Call(config, seed) for seed in range(100))
+    call = next(x for x in calls if (x.tensors["q"].shape[1], x.tensors["k"].shape[1]) == (QUERIES, 1))
+    dout = call.tensors["dout"]
+    out = call.tensors["v"].detach().repeat_interleave(config.group, 2).expand_as(dout)
+    ds = cut_sum(dout, out) - size_of_delta * (out * dout).sum(-1)
+    slopes = -(ds * torch.arange(QUERIES)[:, None]).sum((0, 1))
+    verdicts = Verdicts()
+    with mock.patch.object(check, "is_cut", return_value=True), mock.patch.object(delta, "is_cut", return_value=True):
+        check.compare(verdicts, "a call", call, {"dby_head": slopes})
+    assert bool(verdicts.failures()) == (size_of_delta != 1.0)
+
+
+@pytest.mark.parametrize("size_of_tangent", [1.0, 1.01])
+def test_what_a_rounded_lse_leaves_of_a_second_derivative_is_granted(size_of_tangent: float) -> None:
+    """For a factor of the distance from the only key. An error of delta's tangent of 1 % is not granted."""
+    config = config_of_one_key(torch.float32, "")._replace(score_mod="distance", wants=frozenset({"v", "by_head"}), has_scale=True)
+    calls = (Call(config, seed) for seed in range(100))
+    call = next(x for x in calls if (x.tensors["q"].shape[1], x.tensors["k"].shape[1]) == (QUERIES, 1))
+    call._scale = 0.0
+    along, distance = second._draw(call), torch.arange(QUERIES)[:, None]
+    in_log2 = (call.tensors["by_head"].detach() * distance).double() * math.log2(math.e)
+    weights = torch.exp2(in_log2 - in_log2.float().double())  # a kernel subtracts the rounded lse from an exact product
+    dp = (call.tensors["dout"].double() * along["v"].double().repeat_interleave(config.group, 2)).sum(-1)
+    found = (distance * weights * (dp - size_of_tangent * weights * dp)).sum((0, 1))
+    verdicts = Verdicts()
+    with mock.patch.multiple(second, _double=lambda *_: {"by_head": found.float()}, _tangents=lambda *_: {}):
+        second.compare_second(verdicts, call)
+    assert bool(verdicts.failures()) == (size_of_tangent != 1.0)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from flexattn.jax.custom_call import CustomCall  # noqa: E402
 from tests.support import xla_programs  # noqa: E402
 
 FEW = [
-    *("splits", "sinks, splits, loop", "captures, deterministic", "captures, vmap", "FP8, delayed"),
+    *("splits", "sinks, splits, loop", "captures, deterministic", "captures, vmap", "FP8, delayed", "no keys"),
     *("append, equal caches, loop", "append, zeros, scan"),
 ]
 

@@ -117,6 +117,8 @@ def programs() -> dict[str, tuple[Callable[..., Any], Any]]:
         found[name] = (function, arrays)
         found[f"{name}, vmap"] = (jax.vmap(function), stacked(arrays))
         found[f"{name}, loop"] = (in_loop(function), stacked(arrays))
+    no_keys = array(1, 0, HEADS, DIM)
+    found["no keys"] = (gradients(), (q, no_keys, no_keys))
     cache, new, used = array(2, KEYS, HEADS, DIM), array(2, 1, HEADS, DIM), array(2, dtype=jnp.int32)
 
     def zeros() -> Any:
