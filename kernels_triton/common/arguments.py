@@ -63,7 +63,7 @@ class Band(NamedTuple):
 class Bias(NamedTuple):
     """A bias [b | b / group | 1, h | 1, sq | 1, skv | 1]; the stride of a dim of size 1 is 0."""
 
-    ptr: Pointer
+    ptr: WidePointer
     stride_b: int
     stride_h: int
     stride_m: int

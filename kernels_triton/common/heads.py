@@ -9,6 +9,14 @@ from flexattn.kernels_triton.common.arguments import Head
 
 
 @triton.jit
+def aligned_stride(stride, META: tl.constexpr):
+    # Returns a stride of the bias, so that the compiler knows that BIAS_ALIGN divides it.
+    if META.BIAS_ALIGN > 1:
+        stride = stride // META.BIAS_ALIGN * META.BIAS_ALIGN
+    return stride
+
+
+@triton.jit
 def load_head(bias, alibi, b, h, META: tl.constexpr):
     # Returns (pointer to the head's bias, its ALiBi slope).
     bias_ptr = 0.0  # never used
@@ -16,7 +24,8 @@ def load_head(bias, alibi, b, h, META: tl.constexpr):
         entry = b
         if bias.group is not None:
             entry = b // bias.group
-        bias_ptr = bias.ptr + tl.cast(entry, tl.int64) * bias.stride_b + tl.cast(h, tl.int64) * bias.stride_h
+        bias_ptr = bias.ptr + tl.cast(entry, tl.int64) * aligned_stride(bias.stride_b, META)
+        bias_ptr += tl.cast(h, tl.int64) * aligned_stride(bias.stride_h, META)
     alibi_slope = 0.0
     if META.HAS_ALIBI:
         alibi_slope = tl.load(alibi.ptr + b * alibi.stride_b + h)

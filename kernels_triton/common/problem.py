@@ -450,7 +450,7 @@ class Problem:
             HAS_RIGHT=self.window_right is not None,
             HAS_PRE_SCALE_BIAS=has_bias and self.bias_is_pre_scale,
             HAS_POST_SCALE_BIAS=has_bias and not self.bias_is_pre_scale,
-            IS_BIAS_CONTIGUOUS=self.bias is not None and _strides(self.bias, 4)[3] == 1,
+            BIAS_ALIGN=0 if self.bias is None else _bias_alignment(self.bias),
             HAS_ALIBI=self.alibi_slopes is not None,
             HAS_SOFTCAP=self.softcap > 0,
             HAS_EXACT_TANH=self.q.dtype is torch.float32 or self.softcap > LARGE_SOFTCAP,
@@ -677,6 +677,13 @@ def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
     strides = [stride for x in tensors for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
     divisor = math.gcd(*strides)  # 0 if there are no strides
     return 16 if is_fp8 and divisor % 16 == 0 else 8 if divisor % 8 == 0 else 1
+
+
+def _bias_alignment(bias: Tensor) -> int:
+    *strides, step = _strides(bias, 4)
+    if step != 1:
+        return 0
+    return 8 if math.gcd(bias.shape[3], *strides) % 8 == 0 else 1
 
 
 def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:

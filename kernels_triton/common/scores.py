@@ -13,21 +13,43 @@ import triton.language as tl
 
 from flexattn.kernels_triton.common.band import visible_keys, visible_queries
 from flexattn.kernels_triton.common.exponents import LOG2E
+from flexattn.kernels_triton.common.heads import aligned_stride
 from flexattn.kernels_triton.common.lse_rows import relative_to_lse
 from flexattn.kernels_triton.common.tanh import tanh, tanh_in_half
 
 
 @triton.jit
 def load_bias(head, i, j, META: tl.constexpr):
-    offsets = i.to(tl.int64) * head.bias_stride_m + (j if META.IS_BIAS_CONTIGUOUS else j.to(tl.int64) * head.bias_stride_n)
-    return tl.load(head.bias_ptr + offsets, mask=(i < head.len_q) & (j < head.len_kv), other=0.0).to(tl.float32)
+    # Returns the tile of the bias in fp32; 0 without a bias, and outside of the sequences.
+    ALIGN: tl.constexpr = META.BIAS_ALIGN
+    bias = 0.0
+    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
+        # Multiples of ALIGN let the compiler copy 16 bytes at once. Narrower copies of 16-bit elements cannot be asynchronous.
+        columns = j if ALIGN > 0 else j.to(tl.int64) * head.bias_stride_n
+        end = head.len_kv
+        if ALIGN > 1:
+            end = tl.cdiv(end, ALIGN) * ALIGN
+        offsets = i.to(tl.int64) * aligned_stride(head.bias_stride_m, META) + columns
+        inside = (i < head.len_q) & (j < end)
+        if ALIGN > 1 and j.shape[1] > 1:
+            offsets = tl.multiple_of(offsets, [1, ALIGN])
+            inside = tl.max_constancy(inside, [1, ALIGN])
+        bias = tl.load(head.bias_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        if ALIGN > 1 and (META.IS_RAGGED_KV or META.HAS_LENGTHS):
+            bias = tl.where(j < head.len_kv, bias, 0.0)
+    return bias
 
 
 @triton.jit
 def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr):
-    # Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask. cap_tanh is the softcap's
-    # tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale is folded into the exponent's
-    # multiply-add.
+    return biased_logits(qk, load_bias(head, i, j, META), i, j, softmax_scale, head, MODS, META)
+
+
+@triton.jit
+def biased_logits(qk, bias, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr):
+    # bias: from `load_bias`. Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask.
+    # cap_tanh is the softcap's tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale is
+    # folded into the exponent's multiply-add.
     s = qk
     factor = tl.maximum(softmax_scale * LOG2E, 1e-37)  # a masked score is -inf, and -inf * 0 would be NaN
     cap_tanh = 0.0
@@ -35,7 +57,7 @@ def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP or META.HAS_SCORE_MOD:
         factor = LOG2E
         if META.HAS_PRE_SCALE_BIAS:
-            s += load_bias(head, i, j, META)
+            s += bias
         s *= softmax_scale
         if META.HAS_SOFTCAP:
             cap_tanh = tanh(s / head.softcap) if META.HAS_EXACT_TANH else tanh_in_half(s * (1.0 / head.softcap))
@@ -44,7 +66,7 @@ def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr
         if META.HAS_SCORE_MOD:
             s = MODS.score(score, head.b, head.h, i, j, head.captures)
         if META.HAS_POST_SCALE_BIAS:
-            s += load_bias(head, i, j, META)
+            s += bias
         if META.HAS_ALIBI:
             s -= head.alibi_slope * tl.abs(j - i - head.shift).to(tl.float32)
     return s, factor, cap_tanh, score

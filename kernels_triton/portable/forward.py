@@ -31,7 +31,7 @@ from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps
 from flexattn.kernels_triton.common.padding import padding_rows, store_zeros
 from flexattn.kernels_triton.common.plan_pieces import Plan, first_row_of_part, piece_of_part
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.scores import logits
+from flexattn.kernels_triton.common.scores import biased_logits, load_bias
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
@@ -102,6 +102,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
                 v_tile, v_offsets = paged_rows(inputs.pages, inputs.v, block.v.base, head.b, n, len_kv, META)
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
+        # Before the products, so that the compiler chooses their layout, and not this load's, for the statistics of rows.
+        bias = load_bias(head, i, j, META)
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         if META.IS_KV_FP8:
             k0 = k0.to(block.q.first.dtype)
@@ -119,7 +121,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             qk *= load_token_descales(scales.k, inputs.pages, head.b, block.h_kv, n, len_kv, BLOCK_N)[None, :]
         elif META.IS_KV_FP8:
             qk, score_scale = descaled(qk, load_descale(scales.k, head.b, block.h_kv, n, META), score_scale, META)
-        s, factor, _, _ = logits(qk, i, j, score_scale, head, MODS, META)
+        s, factor, _, _ = biased_logits(qk, bias, i, j, score_scale, head, MODS, META)
         if IS_MASKED:
             s = tl.where(visible_keys(i, j, len_kv, head.shift, inputs.band, META), s, float("-inf"))
         if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):

@@ -57,7 +57,7 @@ def asserting_kernel(function: Callable[..., None]) -> Launchable:
 
 
 def hopper_kernel(function: Callable[..., None]) -> Launchable:
-    """`kernel` in Gluon: it accesses tiles by descriptors, and is specialised for no address."""
+    """`kernel` in Gluon: it accesses tiles by descriptors, and is specialised for no address but a bias's."""
     from triton.experimental import gluon  # imported here, so that calls on other GPUs do not wait for it
 
     return _launchable(function, gluon.jit)
