@@ -49,6 +49,7 @@ NOT_TAKEN = {
     "causal": "attn_mask_type, which names the diagonal, of the plan or of this call",
     "mask": "a mask_mod that reads it, or bias",
     "out": "None, because results of parts are merged into a new tensor",
+    "return_aux": "None, because statistics of parts are not merged; return_lse gives lse",
     **dict.fromkeys(ListOptions.__annotations__, "None, as lists of keys are not split over ranks. A block_mask is"),
     **dict.fromkeys(CacheOptions.__annotations__, "keys without pages. attention_over_ranks decodes with a cache"),
 }

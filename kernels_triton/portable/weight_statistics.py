@@ -20,6 +20,7 @@ from flexattn.kernels_triton.common.exponents import LN2, LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
 from flexattn.kernels_triton.common.problem import Meta, Problem
+from flexattn.kernels_triton.common.row_tiles import Place, keys_of_block, load_qk, product, queries_of_block
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.sequences import program_of_queries, sequence_of
 from flexattn.kernels_triton.common.sinks import load_sink
@@ -27,7 +28,6 @@ from flexattn.kernels_triton.common.tile_memory import load_parts
 from flexattn.kernels_triton.common.tiles import FORWARD, cdiv
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
-from flexattn.kernels_triton.second_order.tiles import Place, keys_of_block, load_qk, product, queries_of_block
 
 
 class RowStatistics(NamedTuple):

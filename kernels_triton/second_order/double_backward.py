@@ -17,27 +17,21 @@ from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import lse_row
+from flexattn.kernels_triton.common.row_tiles import Place, keys_of_block, load_qk, load_v, product, queries_of_block, store_parts
 from flexattn.kernels_triton.common.sequences import program_of_queries, sequence_of
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.tile_memory import zero_parts
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.tiles import (
-    Place,
     RowSums,
     Scored,
     Tangents,
     add_product,
     along,
-    keys_of_block,
     load_lse,
-    load_qk,
     load_sink_tangent,
-    load_v,
     pairs_of,
-    product,
-    queries_of_block,
     scored,
-    store_parts,
 )
 
 

@@ -10,10 +10,11 @@ import triton.language as tl
 from flexattn.kernels_triton.common.arguments import BlockKinds, BlockMaskLists, Pointer
 from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.row_tiles import Place, keys_of_block
 from flexattn.kernels_triton.common.sequences import load_sequence, program_of_queries
 from flexattn.kernels_triton.runtime.launch import kernel
 from flexattn.kernels_triton.second_order.double_backward import Known, derivatives, load_keys, load_queries
-from flexattn.kernels_triton.second_order.tiles import Place, keys_of_block, pairs_of
+from flexattn.kernels_triton.second_order.tiles import pairs_of
 
 
 class BiasArguments(NamedTuple):

@@ -20,7 +20,6 @@ from flexattn.integrations.te import (
 )
 from flexattn.integrations.te.backend_selection import spec_of
 from flexattn.ops import spec_to_run
-from tests.conftest import ROOT
 
 F16, FP8 = FusedAttnBackend.F16_arbitrary_seqlen, FusedAttnBackend.FP8
 
@@ -205,10 +204,3 @@ def test_is_fused_attn_available() -> None:
     for config in (AttentionParams(core_attention_bias_type="nothing"), types.SimpleNamespace(attn_bias_type="nothing")):
         with pytest.raises(ValueError, match="core_attention_bias_type is 'nothing'"):
             is_fused_attn_available(config, torch.bfloat16)
-
-
-def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    params = AttentionParams(qkv_layout="thd_thd_thd", attn_mask_type="padding_causal", head_dim_qk=640, head_dim_v=512)
-    page = (ROOT / "docs" / "te.md").read_text("utf-8")
-    assert f"```text\n{explain_attention_backend(params)}\n```" in page
