@@ -152,8 +152,8 @@ def test_dropout_uses_megatrons_tracker() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        ({"attention_mask": HIDDEN}, ValueError, "AttnMaskType.arbitrary"),
-        ({"attention_mask": KEYS}, ValueError, "hides keys that a causal mask shows"),
+        ({"attention_mask": HIDDEN}, ValueError, "attn_mask_type .arbitrary. with a mask"),
+        ({"attention_mask": KEYS}, ValueError, "hides keys that attn_mask_type .causal_bottom_right. shows"),
         ({"attention_mask": causal_mask(S), "packed_seq_params": packed_of((5, 7))}, ValueError, "in thd; accepted: None"),
         ({"packed_seq_params": PackedSeqParams(local_cp_size=2)}, ValueError, "local_cp_size is 2 without a cp_group"),
         ({"rotary_pos_emb": None}, TypeError, "rotary_pos_emb"),
