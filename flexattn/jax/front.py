@@ -46,7 +46,8 @@ _ARRAYS = (
 )
 _SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # fields of DelayedScaling
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
-NOT_TAKEN = ("mask", "out")  # a mask is an array that a mask_mod reads, and no array is written to
+# A mask is an array that a mask_mod reads, no array is written to, and no pass over JAX arrays computes statistics.
+NOT_TAKEN = ("mask", "out", "return_aux")
 _TYPES = {"Array": "jax.Array", "Blocks": "BlockMask", "State": "jax_fp8.DelayedScaling"}
 
 
