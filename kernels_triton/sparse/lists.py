@@ -34,6 +34,7 @@ def key_lists(problem: Problem) -> KeyLists:
 
 
 def has_no_queries(problem: Problem) -> bool:
+    """Returns whether no program writes, so that the launcher fills the results."""
     return problem.batch == 0 or problem.q.shape[:-2].numel() == 0
 
 

@@ -115,7 +115,7 @@ def test_what_torch_computes_stands_between_the_launches() -> None:
 
 @pytest.mark.parametrize("num_queries", [0, 17])
 def test_kernels_get_an_address_of_each_tensor_without_elements(num_queries: int) -> None:
-    """Of all keys, or also of all queries. Results without elements have no buffer."""
+    """A call without keys, or without queries too. Results without elements have no buffer."""
     x, k, v = (meta(1, n, 1, 16) for n in (num_queries, 0, 0))
 
     def run() -> list[torch.Tensor]:
