@@ -26,7 +26,7 @@ from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse import tiles
 from flexattn.kernels_triton.sparse.inversion import Chunks, Listed, listed_rows, row_offsets, unit_at, units_of_token
-from flexattn.kernels_triton.sparse.lists import has_no_queries
+from flexattn.kernels_triton.sparse.lists import has_no_queries, write_zeros
 from flexattn.kernels_triton.sparse.tiles import BLOCKS
 from flexattn.kernels_triton.sparse.weights import LINE, Chunk, Weights
 
@@ -177,11 +177,9 @@ def _sparse_blocks_kernel(args: TargetArguments, KV_BLOCK: tl.constexpr, TARGET:
 
 def sparse_backward(call: Backward, tile: Tile) -> None:
     """Writes the gradients of a call whose queries have lists of keys."""
-    x, dsoftmax_offset = call.problem, call.dsoftmax_offset
+    x = call.problem
     if has_no_queries(x):  # no program writes
-        for gradient in (call.dq, call.dk, call.dv, dsoftmax_offset):
-            if gradient is not None:
-                gradient.zero_()
+        write_zeros(call)
         return
     weights, products = Weights(call, tile), _Products(call)
     for chunk, listed in products.chunks:

@@ -35,7 +35,7 @@ from flexattn.kernels_triton.sparse.block_forward import (
     store_part,
 )
 from flexattn.kernels_triton.sparse.inversion import Chunks, listed_rows
-from flexattn.kernels_triton.sparse.lists import has_no_queries, query_of_token, store_heads
+from flexattn.kernels_triton.sparse.lists import has_no_queries, query_of_token, store_heads, write_zeros
 from flexattn.kernels_triton.sparse.weights import Weights
 
 _PROGRAMS = 1024  # programs from which on the queries of a block are not shared by several
@@ -129,11 +129,9 @@ def _sparse_block_dq_kernel(args: BackwardArguments, META: tl.constexpr):
 
 def block_backward(call: Backward, tile: Tile) -> None:
     """Writes the gradients of a call that `conditions.block_unsupported` does not reject."""
-    x, dsoftmax_offset = call.problem, call.dsoftmax_offset
+    x = call.problem
     if has_no_queries(x):  # no program writes
-        for gradient in (call.dq, call.dk, call.dv, dsoftmax_offset):
-            if gradient is not None:
-                gradient.zero_()
+        write_zeros(call)
         return
     assert x.kv_indices is not None
     dim = x.q.shape[-1]

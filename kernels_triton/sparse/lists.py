@@ -12,7 +12,7 @@ from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys
 from flexattn.kernels_triton.common.padding import padding_rows
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import cdiv
@@ -36,6 +36,13 @@ def key_lists(problem: Problem) -> KeyLists:
 def has_no_queries(problem: Problem) -> bool:
     """Returns whether no program writes, so that the launcher fills the results."""
     return problem.batch == 0 or problem.q.shape[:-2].numel() == 0
+
+
+def write_zeros(call: Backward) -> None:
+    """Fills the gradients of a call without queries."""
+    for gradient in (call.dq, call.dk, call.dv, call.dsoftmax_offset):
+        if gradient is not None:
+            gradient.zero_()
 
 
 def programs_of(problem: Problem, block_m: int) -> int:
