@@ -1,4 +1,6 @@
-"""No length, batch size, stride, window, scale or address makes Triton compile a kernel again."""
+"""No length, batch size, stride, window, scale or address makes Triton compile a kernel again.
+
+A kernel with a bias has two forms: one for a bias with rows at multiples of 16 bytes, and one for others. Each compiles once."""
 
 from __future__ import annotations
 
@@ -65,9 +67,10 @@ for fmt in ("bhsd", "thd"):
         for batch, sq, skv, window, scale, offset in (first, *others):
             kernels = run(batch, sq, skv, fmt, window, scale, offset)
             counted.append([len(kernel.device_caches[0][0]) for kernel in kernels])
-        before, after = counted[0], counted[-1]
+        before, after = counted[1], counted[-1]  # the first two calls have both forms of a bias
         print(fmt, [kernel.__name__ for kernel in kernels], before, after)
         assert len(kernels) == 7 and all(before)
+        assert all(both <= 2 * one for one, both in zip(*counted[:2])), f"{fmt}: {counted[:2]}"
         assert before == after, f"{fmt}: {after} compilations after new lengths, {before} before"
 """
 
