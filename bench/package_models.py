@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from flexattn.bench.harness import Row, Run, event_times, in_turns, make_parser,
 
 WORST = 2.0
 ROUNDS = 8
+T = TypeVar("T")
 OWN, OURS = "own", "flexattn"
 PACKAGES = ("diffusers", "torchtitan")
 
@@ -32,7 +33,7 @@ class Sizes(NamedTuple):
     is_tiny: bool
     device: torch.device
 
-    def of(self, published: Any, tiny: Any) -> Any:
+    def of(self, published: T, tiny: T) -> T:
         return tiny if self.is_tiny else published
 
 

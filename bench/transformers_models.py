@@ -15,7 +15,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ DECODER_BATCHES = ("one sequence", "packed", "left-padded")
 BATCHES = (*DECODER_BATCHES, "right-padded", "images")
 WORST = 2.0
 WARM_UPS, CALLS = 3, 10
-SIZES: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "max_position_embeddings": 32768, "pad_token_id": 0}
+Entries = dict[str, float]
+SIZES: dict[str, int] = {"vocab_size": 1000, "num_hidden_layers": 2, "max_position_embeddings": 32768, "pad_token_id": 0}
 LARGE = SIZES | {
     "hidden_size": 4096,
     "intermediate_size": 1024,
@@ -53,18 +54,18 @@ class Model(NamedTuple):
     """A configuration's class and its entries: of the model that is timed, and of the one whose results are compared."""
 
     config: str
-    large: dict[str, Any]
-    small: dict[str, Any]
+    large: Entries
+    small: Entries
     batches: Sequence[str] = DECODER_BATCHES
     maker: str = "AutoModelForCausalLM"
 
 
-def _decoder(config: str, **settings: Any) -> Model:
+def _decoder(config: str, **settings: float) -> Model:
     sharp = {name: value for name, value in SHARP.items() if name != "sliding_window" or name in settings}
     return Model(config, LARGE | settings, SMALL | settings | sharp)
 
 
-def _encoder(config: str, entries: dict[str, Any], batch: str) -> Model:
+def _encoder(config: str, entries: Entries, batch: str) -> Model:
     small = {"hidden_size": 96, "intermediate_size": 192, "initializer_range": SHARP["initializer_range"]}
     return Model(config, entries, entries | small, (batch,), "AutoModel")
 
@@ -89,7 +90,7 @@ MODELS = {
 class Batch(NamedTuple):
     """Arguments of a model, and the mask of the tokens whose results count."""
 
-    inputs: dict[str, Any]
+    inputs: dict[str, bool | Tensor]
     kept: Tensor
 
 
@@ -110,7 +111,7 @@ def batches(tokens: int, device: torch.device) -> dict[str, Batch]:
     short = ids.view(-1, SHORT)
     text = (torch.arange(SHORT) < torch.randint(1, SHORT + 1, (len(short), 1), generator=generator)).long().to(device)
     images = torch.randn(-(-tokens // 197), 3, IMAGE, IMAGE, generator=generator).to(device)
-    decoders: dict[str, Any] = {"use_cache": False}
+    decoders = {"use_cache": False}
     return {
         "one sequence": Batch({"input_ids": ids, **decoders}, everything),
         "packed": Batch({"input_ids": ids, "position_ids": positions, **decoders}, everything),

@@ -65,7 +65,7 @@ TREES = (
 )
 
 
-def mask_of(tree: Tree, device: str) -> tuple[Any, int]:
+def mask_of(tree: Tree, device: str) -> tuple[Callable[..., Tensor], int]:
     """Returns the mask_mod, and the tokens of the row."""
     parents, lengths = tree.segments()
     ends = torch.tensor(lengths, device=device).cumsum(0)
@@ -79,7 +79,7 @@ def tensors(tokens: int, device: str) -> list[Tensor]:
     return [make(1, tokens, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV)]
 
 
-def error_of(mask_mod: Any, qkv: list[Tensor], out: Tensor) -> float:
+def error_of(mask_mod: Callable[..., Tensor], qkv: list[Tensor], out: Tensor) -> float:
     """Returns the relative error of the last queries."""
     first = out.shape[1] - min(CHECKED, out.shape[1])
     q, k, v = (t.float() for t in (qkv[0][:, first:], *qkv[1:]))

@@ -15,6 +15,7 @@ from flexattn import fp8_ops, ops
 from flexattn.dispatch.spec import Gradients, Operands
 from flexattn.first_order import second_order
 from flexattn.fp8_ops import Delayed, QuantizeConfig
+from flexattn.function_context import FunctionContext
 
 _NUM_OPERANDS = len(Operands._fields)
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # they come first
@@ -88,7 +89,7 @@ def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, QuantizeConf
 
 
 def _with_derivatives(
-    ctx: Any, saved: Any, gradients: tuple[object, ...], dout: Tensor | None, dlse: Tensor | None, _: None
+    ctx: FunctionContext, saved: Any, gradients: tuple[object, ...], dout: Tensor | None, dlse: Tensor | None, _: None
 ) -> list[Any] | None:
     """Returns the gradients of `Attention.backward` with derivatives, or None for a call in FP8."""
     from flexattn.second_order import differentiable  # here, because few backwards are differentiated
@@ -110,7 +111,7 @@ class Attention(torch.autograd.Function):
     """Attention by the operators; its arguments are those of `_flat`."""
 
     @staticmethod
-    def forward(ctx: Any, *call: object) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: FunctionContext, *call: object) -> tuple[Tensor, Tensor, Tensor]:
         x, settings, config, delayed = _unflat(call)
         quantized = _quantized(x, settings, config, delayed)
         out, lse, max_logit = ops._forward_op(*quantized, *settings)
@@ -128,7 +129,7 @@ class Attention(torch.autograd.Function):
         return out, lse, max_logit
 
     @staticmethod
-    def operands(ctx: Any, saved: Any) -> Operands:
+    def operands(ctx: FunctionContext, saved: Any) -> Operands:
         """Returns the operands of the backward from the saved tensors."""
         tensors, values = saved[3:], ctx.rest[0]
         lists, (a, b, c, d) = tensors[_NUM_TENSORS:], ctx.ends
@@ -138,7 +139,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @second_order(_with_derivatives)
-    def backward(ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, saved: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
         out, lse, scale_dout, *_ = saved
         _, settings, config = ctx.rest
         if dout is None:  # only lse was used

@@ -26,6 +26,7 @@ from flexattn.dispatch.neutral import is_ordinary
 from flexattn.dispatch.select import Backend, select
 from flexattn.dispatch.spec import AttentionSpec, Flat, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import second_order
+from flexattn.function_context import FunctionContext
 from flexattn.likeness import PLAIN, Likeness, likeness_of, low_bits, same_tensors
 from flexattn.validation import check_floor, extent, is_shared, refuse_shared
 
@@ -456,7 +457,7 @@ def _backward_key(state: Hashable, inputs: Sequence[Tensor | None]) -> tuple[Has
 
 
 def _with_derivatives(
-    ctx: Any,
+    ctx: FunctionContext,
     saved: Flat,
     gradients: Sequence[Tensor | None],
     dout: Tensor | None,
@@ -488,7 +489,9 @@ class CachedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: tuple[CachedCall, Sequence[Tensor | None], list[int], bool | None], *leaves: Tensor) -> Any:
+    def forward(
+        ctx: FunctionContext, made: tuple[CachedCall, Sequence[Tensor | None], list[int], bool | None], *leaves: Tensor
+    ) -> Any:
         call, tensors, addresses, returns_lse = made
         results = call.forward(tensors, addresses)
         if call.looks_at_lse:
@@ -508,7 +511,7 @@ class CachedAttention(torch.autograd.Function):
     @staticmethod
     @second_order(_with_derivatives)
     def backward(
-        ctx: Any, saved: Sequence[Tensor | None], dout: Tensor | None, dlse: Tensor | None = None, _: None = None
+        ctx: FunctionContext, saved: Sequence[Tensor | None], dout: Tensor | None, dlse: Tensor | None = None, _: None = None
     ) -> tuple[Tensor | None, ...]:
         call: CachedCall = ctx.call
         return call.leaf_gradients(saved, dout, dlse, None if call.saved.history_place is None else ctx.history)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from flexattn import compat
+from flexattn.function_context import FunctionContext
 
 MESSAGE = (
     "attention in FP8 or over ranks and attention_backward() have no second derivative, and a derivative of their gradients was "
@@ -41,7 +42,7 @@ def first_order(backward: Backward, differentiate: Differentiate | None = None) 
     """Makes a Function's backward of backward(ctx, saved tensors, *incoming gradients); the Function must have saved out first."""
 
     @functools.wraps(backward)
-    def wrapper(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    def wrapper(ctx: FunctionContext, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing gives them only once
         try:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -83,5 +84,5 @@ class _Guard(torch.autograd.Function):
         return tuple(None if t is None else t.detach() for t in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+    def backward(ctx: FunctionContext, *_: Tensor | None) -> NoReturn:
         raise RuntimeError(MESSAGE)

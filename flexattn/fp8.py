@@ -15,6 +15,7 @@ from torch import Tensor
 from flexattn import fp8_ops, ops
 from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, Granularity, dequantize_one, note_amax, scale_of
 from flexattn.dispatch.spec import Operands, parse_format
+from flexattn.function_context import FunctionContext
 from flexattn.lengths import check_lengths_of
 from flexattn.ops import Settings
 from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_device, check_local, check_name, describe
@@ -320,12 +321,12 @@ class _Dequantized(torch.autograd.Function):
         return dequantize_one(data, descale, fmt, cu_seqlens, cu_seqlens_padded, block_rows, dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: Tensor) -> None:
         source = inputs[0]
         ctx.dtype = None if source is None else source.dtype
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Any, ...]:
         return gradient if ctx.dtype is None else gradient.to(ctx.dtype), *(None,) * 7
 
 

@@ -7,7 +7,7 @@ computes a chunk of queries at a time, so that no tensor has the size queries ti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from flexattn import ops, validation
 from flexattn.dispatch import eager_backend, key_lists, reference
 from flexattn.dispatch.neutral import is_traced
 from flexattn.dispatch.spec import AttentionSpec, Operands
+from flexattn.function_context import FunctionContext
 from flexattn.prepare import prepare
 from flexattn.shorthands import in_full
 
@@ -156,7 +157,9 @@ class _Scores(torch.autograd.Function):
     """Scores of selected keys, which a backward computes again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, weights: Tensor, kv_indices: Tensor, x: Operands, spec: AttentionSpec) -> Tensor:
+    def forward(
+        ctx: FunctionContext, q: Tensor, k: Tensor, weights: Tensor, kv_indices: Tensor, x: Operands, spec: AttentionSpec
+    ) -> Tensor:
         ctx.save_for_backward(q, k, weights, kv_indices)
         ctx.call = x._replace(q=None, k=None, v=None), spec  # type: ignore[arg-type]
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -168,7 +171,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dscores: Tensor) -> tuple[Tensor | None, ...]:
         q, k, weights, kv_indices = ctx.saved_tensors
         x, spec = ctx.call
         x = x._replace(q=q, k=k, v=k)

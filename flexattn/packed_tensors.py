@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn import compat
+from flexattn.function_context import FunctionContext
 
 
 def unpack(packed: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -26,13 +26,13 @@ class Unpacked(torch.autograd.Function):
     """Autograd function of `unpack`."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, dim: int) -> tuple[Tensor, ...]:
+    def forward(ctx: FunctionContext, packed: Tensor, dim: int) -> tuple[Tensor, ...]:
         ctx.dim = dim
         ctx.set_materialize_grads(False)
         return packed.unbind(dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: FunctionContext, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
         like = next((t for t in gradients if t is not None), None)
         if like is None:
             return None, None

@@ -20,6 +20,7 @@ from flexattn.dispatch import second_order, triton_second_order
 from flexattn.dispatch.select import OWN_DROPOUT
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.first_order import PART
+from flexattn.function_context import FunctionContext
 
 THIRD = (
     "flexattn's attention has derivatives up to the second, and a derivative of a second derivative was asked for; accepted: "
@@ -145,20 +146,20 @@ class Attend(_WithRule):
         return ops.attend(x, call.settings)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         ctx.call, *tensors = inputs
         out, lse, max_logit = output
         ctx.mark_non_differentiable(max_logit)
         _save(ctx, out, lse, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
         call, (out, lse, *tensors) = ctx.call, ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         return None, *call.scattered(Backward.apply(call, out, lse, dout, dlse, *tensors))  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    def jvp(ctx: FunctionContext, _: object, *tangents: Tensor | None) -> tuple[Tensor, Tensor, None]:
         call, (out, lse, *tensors) = ctx.call, ctx.saved_tensors
         tout, tlse = Tangent.apply(call, out, lse, *tensors, *call.gathered(tangents))  # type: ignore[no-untyped-call]
         return tout, tlse, None
@@ -177,12 +178,12 @@ class Tangent(_WithRule):
         return second_order.tangent(spec, x, along)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.call, *tensors = inputs
         _save(ctx, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (out, lse, *rest) = ctx.call, ctx.saved_tensors
         tensors, tangents = rest[: call.ends[1]], rest[call.ends[1] :]
         dout = torch.zeros_like(out) if dout is None else dout
@@ -192,7 +193,7 @@ class Tangent(_WithRule):
         return None, None, None, *call.scattered(hessian), *given
 
     @staticmethod
-    def jvp(ctx: Any, *_: Tensor | None) -> NoReturn:
+    def jvp(ctx: FunctionContext, *_: Tensor | None) -> NoReturn:
         raise RuntimeError(FORWARD_TWICE)
 
 
@@ -217,17 +218,17 @@ class Backward(_WithRule):
         return tuple(t for t in every if t is not None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, *tensors = inputs
         _save(ctx, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, *along: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, *along: Tensor | None) -> tuple[Tensor | None, ...]:
         ddout, ddlse, *hessian = _twice(ctx.call, ctx.saved_tensors, along)
         return None, None, None, ddout, None if ctx.saved_tensors[3] is None else ddlse, *ctx.call.scattered(hessian)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+    def jvp(ctx: FunctionContext, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         call, (out, lse, dout, dlse, *tensors) = ctx.call, ctx.saved_tensors
         _, _, _, tdout, tdlse, *rest = tangents
         along = call.gathered(rest)
@@ -260,12 +261,12 @@ class DoubleBackward(_WithRule):
         return found.ddout, found.ddlse, *(t for t in found.inputs if t is not None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, *tensors = inputs
         _save(ctx, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, dout2: Tensor | None, dlse2: Tensor | None, *tangents: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, dout2: Tensor | None, dlse2: Tensor | None, *tangents: Tensor | None) -> tuple[object, ...]:
         call, (out, lse, dout, dlse, *rest) = ctx.call, ctx.saved_tensors
         tensors = rest[: call.ends[1]]
         _, _, *found = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
@@ -278,7 +279,7 @@ class DoubleBackward(_WithRule):
         return None, None, None, *inputs, *given
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+    def jvp(ctx: FunctionContext, *tangents: Tensor | None) -> Any:
         count = 5 + ctx.call.ends[1]
         return DoubleBackward.apply(ctx.call, *ctx.saved_tensors[: count - 1], *tangents[count:])  # type: ignore[no-untyped-call]
 
@@ -291,15 +292,15 @@ class _NoThird(_WithRule):
         return t.view_as(t)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+    def backward(ctx: FunctionContext, *_: Tensor | None) -> NoReturn:
         raise RuntimeError(THIRD)
 
     @staticmethod
-    def jvp(ctx: Any, *_: Tensor | None) -> NoReturn:
+    def jvp(ctx: FunctionContext, *_: Tensor | None) -> NoReturn:
         raise RuntimeError(THIRD)
 
     @staticmethod
@@ -314,7 +315,7 @@ def _twice(call: Call, inputs: Tensors, along: Tensors) -> Any:
     return DoubleBackward.apply(call, out, lse, *kept, *along)  # type: ignore[no-untyped-call]
 
 
-def _save(ctx: Any, *tensors: Tensor | None) -> None:
+def _save(ctx: FunctionContext, *tensors: Tensor | None) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)

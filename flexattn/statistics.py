@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from flexattn import compat, ops
 from flexattn.call_options import Arguments
 from flexattn.dispatch.spec import Operands
 from flexattn.dispatch.statistics import Statistics, Wanted, empty_statistics, statistics, triton_unsupported
+from flexattn.function_context import FunctionContext
 from flexattn.validation import FP8_DTYPES, check_flag, describe
 
 
@@ -174,12 +175,12 @@ class _WithoutGradient(torch.autograd.Function):
     """A statistic that raises where its gradient is asked for, because a gradient that is silently missing is a wrong one."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, statistic: Tensor, *sources: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, name: str, statistic: Tensor, *sources: Tensor) -> Tensor:
         ctx.name = name
         return statistic.view_as(statistic)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
+    def backward(ctx: FunctionContext, *_: Tensor) -> NoReturn:
         raise RuntimeError(
             f"aux.{ctx.name} of attention() has no gradient, and one is asked for; accepted: aux.{ctx.name}.detach() in a loss; "
             "aux.lse is differentiable"

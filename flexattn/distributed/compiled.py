@@ -32,6 +32,7 @@ from flexattn.distributed.whole_call import (
     run_forward,
 )
 from flexattn.first_order import first_order
+from flexattn.function_context import FunctionContext
 from flexattn.functional import chosen
 from flexattn.mods.bands import Masks
 from flexattn.mods.dynamo import record_mods
@@ -156,7 +157,7 @@ class _Attend(torch.autograd.Function):
     """Autograd function of the operators. Each tensor of the mods is an argument of its own, after all others."""
 
     @staticmethod
-    def forward(ctx: Any, *operands: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: FunctionContext, *operands: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tensors, rest = operands[:_NUM_TENSORS], operands[_NUM_TENSORS:]
         values, mod_tensors = rest[: len(_Operands._fields) - _NUM_TENSORS - 1], rest[len(_Operands._fields) - _NUM_TENSORS - 1 :]
         out, lse, max_logit, state = _forward_op(*tensors, list(mod_tensors), *values)
@@ -170,7 +171,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _max_logit: None, _state: None
+        ctx: FunctionContext, saved: Any, dout: Tensor | None, dlse: Tensor | None, _max_logit: None, _state: None
     ) -> tuple[Tensor | None, ...]:
         out, lse, state, plan, *tensors = saved
         # Copy to a list: Dynamo of torch 2.11 treats the value that a star collects as a tuple, which cannot be changed.

@@ -27,6 +27,7 @@ from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
 from flexattn.first_order import first_order, refuse_batched
+from flexattn.function_context import FunctionContext
 from flexattn.functional import chosen
 from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
@@ -536,7 +537,7 @@ class _Attend(torch.autograd.Function):
     """One autograd node for a call, so that its collectives run in the same order on each rank."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: FunctionContext, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         results, saved, descales = run_forward(runner, plan, tensors)
         fp8_call, scale_dout = runner.scores.fp8_call, None
         if fp8_call is not None and fp8_call.state is not None and not fp8_call.recipe.bf16_backward:
@@ -550,7 +551,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, saved_tensors: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, saved_tensors: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
         anchor, *tensors = saved_tensors
         saved, (_, out, lse, *rest) = tuple(tensors[: ctx.count]), tensors[ctx.count :]
         descales, shared_tensors = tuple(rest[:NUM_DESCALES]), rest[NUM_DESCALES:]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flexattn.backward import attention_backward
+from flexattn.function_context import FunctionContext
 from flexattn.functional import attention
 from flexattn.integrations.sdpa import scaled_dot_product_attention
 from flexattn.masks import mask_arguments, mask_dtypes
@@ -106,7 +107,9 @@ def _attention(
     return template(query, key, value, *call, forward_op=_forward, backward_op=_backward, _parallel_config=_parallel_config)
 
 
-def _forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, _save_ctx: bool, _parallel_config: Any) -> Any:
+def _forward(
+    ctx: FunctionContext, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, _save_ctx: bool, _parallel_config: Any
+) -> Any:
     """Runs one rank's part of a call over several ranks, as diffusers' templates ask for: out, and lse [b, sq, h] if return_lse.
 
     _save_ctx: whether the tensors are kept for `_backward`.
@@ -130,7 +133,7 @@ def _forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: An
 
 
 def _backward(
-    ctx: Any,
+    ctx: FunctionContext,
     grad_out: Tensor,
     query: Tensor | None = None,
     key: Tensor | None = None,

@@ -106,11 +106,6 @@ def other_tiles(blocks):
     )
 
 
-@triton.jit
-def all_tiles(blocks):
-    return TileList(masked_ptr=blocks.masked_ptr, num_masked=blocks.num_masked, full_ptr=blocks.full_ptr, skip_from=0, skipped=0)
-
-
 class TileRange(NamedTuple):
     """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`.
 
@@ -137,23 +132,25 @@ def query_lists(lists, b, h, first_column, visible, META: tl.constexpr):
 
 
 @triton.jit
-def every_tile(visible, lists, b, h, first_row, META: tl.constexpr):
-    # Returns all tiles of keys that BLOCK_M queries see, for one loop.
-    if META.BLOCK_SIZE_Q > 0:
-        blocks = key_lists(lists, b, h, first_row, visible, META)
-        return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
-    else:
+def _one_loop(visible, blocks):
+    if blocks is None:
         return TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)
+    else:
+        masked_ptr, full_ptr = blocks.masked_ptr, blocks.full_ptr
+        listed = TileList(masked_ptr=masked_ptr, num_masked=blocks.num_masked, full_ptr=full_ptr, skip_from=0, skipped=0)
+        return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=listed)
+
+
+@triton.jit
+def every_tile(visible, lists, b, h, first_row, META: tl.constexpr):
+    # Returns all tiles of keys that BLOCK_M queries see.
+    return _one_loop(visible, key_lists(lists, b, h, first_row, visible, META) if META.BLOCK_SIZE_Q > 0 else None)
 
 
 @triton.jit
 def every_tile_of_queries(visible, lists, b, h, first_column, META: tl.constexpr):
-    # Returns all tiles of queries that see BLOCK_N keys, for one loop.
-    if META.BLOCK_SIZE_Q > 0:
-        blocks = query_lists(lists, b, h, first_column, visible, META)
-        return TileRange(begin=0, end=blocks.num_tiles + blocks.num_full_tiles, listed=all_tiles(blocks))
-    else:
-        return TileRange(begin=visible.begin, end=visible.end, listed=visible.begin)
+    # Returns all tiles of queries that see BLOCK_N keys.
+    return _one_loop(visible, query_lists(lists, b, h, first_column, visible, META) if META.BLOCK_SIZE_Q > 0 else None)
 
 
 class Loops(NamedTuple):

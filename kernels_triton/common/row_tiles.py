@@ -9,10 +9,7 @@ import triton.language as tl
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Parts
-from flexattn.kernels_triton.common.band import (
-    visible_range_of_keys,
-    visible_range_of_queries,
-)
+from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
 from flexattn.kernels_triton.common.block_lists import every_tile, every_tile_of_queries
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 
@@ -71,12 +68,12 @@ def _product(a, b, total, HAS_SECOND: tl.constexpr, META: tl.constexpr):
 
 
 @triton.jit
-def product(of_queries, of_keys, total, HAS_SECOND: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
-    # Returns a tile of the products of rows, added to `total` if that is a tile.
+def product(queries, keys, total, HAS_SECOND: tl.constexpr, BY_KEYS: tl.constexpr, META: tl.constexpr):
+    # queries, keys: `Parts` of rows. Returns a tile of their products, added to `total` if that is a tile.
     if BY_KEYS:
-        return _product(of_keys, of_queries, total, HAS_SECOND, META)
+        return _product(keys, queries, total, HAS_SECOND, META)
     else:
-        return _product(of_queries, of_keys, total, HAS_SECOND, META)
+        return _product(queries, keys, total, HAS_SECOND, META)
 
 
 @triton.jit

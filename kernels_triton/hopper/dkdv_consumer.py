@@ -32,7 +32,7 @@ from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.products import score_product
+from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
 
 
 class DkdvOperands(NamedTuple):
@@ -108,19 +108,12 @@ def _consume_dkdv_rows(
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
     V0: gl.constexpr = META.V0
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if META.IS_FP8 else 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
-    DS: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
-    P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    SCORES: gl.constexpr = product_layout(BLOCK_M, 32 if META.IS_FP8 else 16)
+    DS: gl.constexpr = gl.DotOperandLayout(0, product_layout(QK0), 2)
+    P: gl.constexpr = gl.DotOperandLayout(0, product_layout(V0), 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    dk = gl.zeros([ROWS, QK0], gl.float32, layout=DK)
-    dv = gl.zeros([ROWS, V0], gl.float32, layout=DV)
-    dk1 = dk
-    if QK1 > 0:
-        DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
-        dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=DK1)
+    dk, dk1, dv = zero_rows(QK0), zero_rows(QK1), zero_rows(V0)
     n_start = block.first_row + CONSUMER * ROWS
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
@@ -224,14 +217,12 @@ def _consume_dkdv_columns(
     HALF: gl.constexpr = META.BLOCK_M // 2
     DIM: gl.constexpr = META.QK0
     HALF_DIM: gl.constexpr = META.QK0 // 2
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32 if META.IS_FP8 else 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
+    SCORES: gl.constexpr = product_layout(HALF, 32 if META.IS_FP8 else 16)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     FIRST: gl.constexpr = CONSUMER * HALF
     FIRST_COLUMN: gl.constexpr = CONSUMER * HALF_DIM
     zeros = gl.zeros([ROWS, HALF], gl.float32, layout=SCORES)
-    dk = gl.zeros([ROWS, HALF_DIM], gl.float32, layout=DK)
-    dv = gl.zeros([ROWS, HALF_DIM], gl.float32, layout=DK)
+    dk, dv = zero_rows(HALF_DIM), zero_rows(HALF_DIM)
     rows = block.first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
     draws = dropout_state(args.dropout, block.first_head, META)

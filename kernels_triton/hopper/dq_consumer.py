@@ -28,7 +28,7 @@ from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.products import score_product
+from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
 
 
 class DqOperands(NamedTuple):
@@ -83,15 +83,11 @@ def consume_dq(
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
     V0: gl.constexpr = META.V0
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if META.IS_FP8 else 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
-    DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    SCORES: gl.constexpr = product_layout(BLOCK_N, 32 if META.IS_FP8 else 16)
+    DS: gl.constexpr = gl.DotOperandLayout(0, product_layout(QK0), 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    dq = gl.zeros([ROWS, QK0], gl.float32, layout=DQ)
-    if QK1 > 0:
-        DQ1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
-        dq1 = gl.zeros([ROWS, QK1], gl.float32, layout=DQ1)
+    dq, dq1 = zero_rows(QK0), zero_rows(QK1)
     m_start = block.first_row + CONSUMER * ROWS
     rows = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_N, layout=COLUMNS)

@@ -12,20 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.descriptors import store_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Tiles
-from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.softmax import rescaled
+from flexattn.kernels_triton.hopper.products import zero_rows
 
 
 @gluon.jit
 def zero_parts(META: gl.constexpr):
-    V0: gl.constexpr = META.VALUES0
-    V1: gl.constexpr = META.VALUES1
-    acc = gl.zeros([ROWS, V0], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16]))
-    acc1 = ()
-    if V1 > 0:
-        acc1 = gl.zeros([ROWS, V1], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V1, 16]))
-    return acc, acc1
+    return zero_rows(META.VALUES0), zero_rows(META.VALUES1)
 
 
 @gluon.jit

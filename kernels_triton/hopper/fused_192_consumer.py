@@ -41,7 +41,7 @@ from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles
 from flexattn.kernels_triton.hopper.fp8 import product_logits
-from flexattn.kernels_triton.hopper.products import score_product
+from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 HALF = gl.constexpr(32)  # half of the queries of a block
@@ -63,8 +63,7 @@ def _dq_product(tiles: Fused192Tiles, buffer, IS_FIRST: gl.constexpr, CONSUMER: 
     IS_LAST: gl.constexpr = CONSUMER == 1 and not IS_FIRST
     COLUMNS: gl.constexpr = META.QK1 if IS_LAST else NARROW if IS_FIRST else 2 * NARROW
     FIRST_COLUMN: gl.constexpr = (2 + CONSUMER) * NARROW if IS_FIRST else 0
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
+    dq = zero_rows(COLUMNS)
     for keys in gl.static_range(2):
         ds = tiles.ds.index(buffer + keys).permute([1, 0])
         k_tile = opaque_zero(buffer) + keys
@@ -96,22 +95,6 @@ def _hand_over_last_dq(tiles: Fused192Tiles, iterations, CONSUMER: gl.constexpr,
             dq = _dq_product(tiles, last, part == 0, CONSUMER, META)  # dQ = dS^T K
             dq = warpgroup_mma_wait(0, deps=[dq])
             _hand_over_dq(dq, tiles.dq, 2 * iterations - 2 + part, CONSUMER)
-
-
-@gluon.jit
-def _zero_sums(META: gl.constexpr):
-    # Returns dk, dk1, dv and dv1 of 64 keys before the first block; dv1 is () if v has one part.
-    QK0: gl.constexpr = META.QK0
-    QK1: gl.constexpr = META.QK1
-    V0: gl.constexpr = META.V0
-    V1: gl.constexpr = META.V1
-    dk = gl.zeros([ROWS, QK0], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16]))
-    dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16]))
-    dv = gl.zeros([ROWS, V0], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16]))
-    dv1 = ()
-    if V1 > 0:
-        dv1 = gl.zeros([ROWS, V1], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V1, 16]))
-    return dk, dk1, dv, dv1
 
 
 @gluon.jit
@@ -176,15 +159,13 @@ def consume_fused_192(
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
     V0: gl.constexpr = META.V0
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    HALF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, HALF_SCORES)
-    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    half_zeros = gl.zeros([ROWS, HALF], gl.float32, layout=HALF_SCORES)
-    dk, dk1, dv, dv1 = _zero_sums(META)
     V1: gl.constexpr = META.V1
+    HALF_SCORES: gl.constexpr = product_layout(HALF)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, product_layout(QK0), 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, HALF_SCORES)
+    zeros, half_zeros = zero_rows(BLOCK_M), zero_rows(HALF)
+    dk, dk1 = zero_rows(QK0), zero_rows(QK1)
+    dv, dv1 = zero_rows(V0), zero_rows(V1)
     PARTS: gl.constexpr = 2 if V1 > 0 else 1  # products for each of dp and dv
     n_start = block.first_row + CONSUMER * ROWS
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, HALF_SCORES))

@@ -54,12 +54,12 @@ from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.products import dq_product, second_dq_product
+from flexattn.kernels_triton.hopper.products import dq_product, product_layout, second_dq_product, zero_rows
 
 
 @gluon.constexpr_function
 def _scores_layout(META):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, META.BLOCK_M, 32 if META.IS_FP8 else 16])
+    return product_layout(META.BLOCK_M, 32 if META.IS_FP8 else 16)
 
 
 class _Consumer(NamedTuple):
@@ -309,18 +309,6 @@ def _release_dout(barriers: FusedBarriers, stage: Stage, META: gl.constexpr):
         pipeline.release(barriers.dout_empty, stage)
 
 
-@gluon.jit
-def _zero_sums(META: gl.constexpr):
-    # Returns zeros for the first parts of dk and dv, and for their second parts
-    DIM: gl.constexpr = META.DIM
-    DIM1: gl.constexpr = META.DIM1
-    zeros = gl.zeros([ROWS, DIM], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]))
-    zeros1 = ()
-    if DIM1 > 0:
-        zeros1 = gl.zeros([ROWS, DIM1], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM1, 16]))
-    return zeros, zeros, zeros1, zeros1
-
-
 class _Sums(NamedTuple):
     """dk without the softmax scale, and dv, of a consumer's keys. A second part is () if the head dim has one part."""
 
@@ -429,7 +417,7 @@ def _consume_block(
     ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
     DTYPE: gl.constexpr = tiles.ds.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, META.DIM, 16]), 2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, product_layout(META.DIM), 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, _scores_layout(META))
     PARTS: gl.constexpr = 2 if META.DIM1 > 0 else 1  # products for each of scores, dp, dv and dk
     SCORES_IN_FLIGHT: gl.constexpr = PARTS if META.IS_AHEAD else 0
@@ -437,7 +425,8 @@ def _consume_block(
     IN_FLIGHT: gl.constexpr = SCORES_IN_FLIGHT + (1 + PARTS if META.DP_FIRST else 0)
     gl.static_assert(META.DP_FIRST or META.IS_AHEAD)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=_scores_layout(META))
-    dk, dv, dk1, dv1 = _zero_sums(META)
+    dk, dk1 = zero_rows(META.DIM), zero_rows(META.DIM1)
+    dv, dv1 = dk, dk1
     consumer = _consumer_of(args, block, begun, CONSUMER, META)
     _simulate_iteration(tiles, zeros, CONSUMER)
     if META.IS_FP8 and META.NUMBERS == 0:

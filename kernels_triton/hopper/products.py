@@ -10,6 +10,21 @@ from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Pair
 
 
+@gluon.constexpr_function
+def product_layout(COLUMNS, WIDTH=16):
+    """Returns the layout of ROWS rows of a product. WIDTH: terms of a step, 16 of 16 bits or 32 of 8 bits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, WIDTH])
+
+
+@gluon.jit
+def zero_rows(COLUMNS: gl.constexpr):
+    # Returns a sum of 16-bit products before the first; () for a part without columns
+    if COLUMNS == 0:
+        return ()
+    else:
+        return gl.zeros([ROWS, COLUMNS], gl.float32, layout=product_layout(COLUMNS))
+
+
 @gluon.jit
 def score_product(left: Pair, left_slot, right: Pair, stage, zeros, COLUMNS: gl.constexpr, META: gl.constexpr):
     # Multiplies ROWS rows of q by COLUMNS of k, or rows of k by columns of q
@@ -30,10 +45,8 @@ def second_dq_product(ds_tiles, k1_tiles, slot, k_tile, CONSUMER: gl.constexpr, 
     # Returns the second part of a tile of dq from this warpgroup's 64 keys. Half of its columns from all 128 keys would be too
     # narrow for the tensor cores.
     COLUMNS: gl.constexpr = META.DIM1
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
     k1 = k1_tiles.index(k_tile + CONSUMER).reshape([ROWS, COLUMNS])
-    return warpgroup_mma(ds_tiles.index(slot + CONSUMER).permute([1, 0]), k1, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_tiles.index(slot + CONSUMER).permute([1, 0]), k1, zero_rows(COLUMNS), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -41,8 +54,7 @@ def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: 
     # Returns this warpgroup's half of a tile of dq, from all 128 keys, whose tiles begin at k_tile: half of the columns of 64
     # queries, or 64 of 128 queries.
     COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
+    dq = zero_rows(COLUMNS)
     for part in gl.static_range(2):
         ds = ds_tiles.index(buffer + part)
         k = k_tiles.index(k_tile + part).reshape([ROWS, META.DIM])

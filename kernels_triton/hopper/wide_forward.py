@@ -42,7 +42,7 @@ from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, alloc
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.conditions import wide_tile
-from flexattn.kernels_triton.hopper.products import score_product
+from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
 from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
 
@@ -76,11 +76,10 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
     STAGES: gl.constexpr = META.STAGES
     V0: gl.constexpr = META.V0
     HALF: gl.constexpr = META.V0 // 2
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
+    P: gl.constexpr = gl.DotOperandLayout(0, product_layout(HALF), 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    zeros = zero_rows(BLOCK_N)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     draws = dropout_state(args.dropout, 0, META)
     n_block = 0
@@ -112,7 +111,7 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
         row_sum = sums_of_threads(zeros, BLOCK_N)
         if META.HAS_SINK:
             row_max, row_sum = sums_with_sink(row_max, row_sum, sink_of_rows(tile, h_of_rows, args, META))
-        acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
+        acc = zero_rows(HALF)
         pipeline.wait_full(barriers.q_full, Stage(n_tile, 1))
         for iteration in range(received.num_blocks):
             column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
@@ -150,7 +149,7 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
         mbarrier.arrive(exchange.full.index(0), count=1)
         n_exchange += 1
         store_lse(row_max, row_sum_or_1, statistics_row(received, 0, rows, h_of_rows, args, META), rows, received, args, META)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
         _store_half(acc, 0, received, args, META)
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
@@ -163,17 +162,16 @@ def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META
     STAGES: gl.constexpr = META.STAGES
     V0: gl.constexpr = META.V0
     HALF: gl.constexpr = META.V0 // 2
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     n_block = 0
     n_exchange = 0
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
     while is_tile(numbers):
         received = received_tile(numbers, args, META)
-        acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
+        acc = zero_rows(HALF)
         for _ in range(received.num_blocks):
             pipeline.wait_full(exchange.full, Stage(n_exchange, 1))
-            acc = rescaled(acc, exchange.factor.load(gl.SliceLayout(1, OUT)), META)
+            acc = rescaled(acc, exchange.factor.load(gl.SliceLayout(1, acc.type.layout)), META)
             stage = Stage(n_block, STAGES)
             pipeline.wait_full(barriers.v_full, stage)
             v = tiles.v.index(pipeline.index(stage)).reshape([BLOCK_N, V0]).slice(HALF, HALF, 1)
@@ -184,7 +182,7 @@ def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META
             n_block += 1
             n_exchange += 1
         pipeline.wait_full(exchange.full, Stage(n_exchange, 1))
-        rescale = exchange.factor.load(gl.SliceLayout(1, OUT))
+        rescale = exchange.factor.load(gl.SliceLayout(1, acc.type.layout))
         mbarrier.arrive(exchange.empty.index(0), count=1)
         n_exchange += 1
         _store_half(acc * rescale[:, None], HALF, received, args, META)

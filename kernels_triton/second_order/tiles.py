@@ -100,12 +100,12 @@ def add_product(acc, weights, x, META: tl.constexpr):
 
 
 @triton.jit
-def along(numbers, BY_KEYS: tl.constexpr):
-    # Returns numbers of queries in a shape that broadcasts against a tile.
+def along(values, BY_KEYS: tl.constexpr):
+    # Returns values of queries in a shape that broadcasts against a tile.
     if BY_KEYS:
-        return numbers[None, :]
+        return values[None, :]
     else:
-        return numbers[:, None]
+        return values[:, None]
 
 
 @triton.jit

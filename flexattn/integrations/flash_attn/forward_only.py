@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flexattn.function_context import FunctionContext
+
 T = TypeVar("T", bound=Tensor | tuple[Tensor, ...])
 
 
@@ -15,12 +17,12 @@ class _ForwardOnly(torch.autograd.Function):
     """Identity whose backward raises NotImplementedError."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, why: str, *inputs: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, out: Tensor, why: str, *inputs: Tensor) -> Tensor:
         ctx.why = why
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: object) -> Any:
+    def backward(ctx: FunctionContext, *grads: object) -> Any:
         raise NotImplementedError(ctx.why)
 
 

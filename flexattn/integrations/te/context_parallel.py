@@ -20,6 +20,7 @@ from flexattn.compat import runs_as_it_is
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.spec import Band, as_bshd, make_band
 from flexattn.first_order import first_order
+from flexattn.function_context import FunctionContext
 from flexattn.validation import check_name, describe
 
 if TYPE_CHECKING:
@@ -300,14 +301,14 @@ class _WholeGradient(torch.autograd.Function):
     """A tensor replicated on all ranks; its gradient on each rank is the sum over ranks, as in TransformerEngine."""
 
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, t: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, group: ProcessGroup, t: Tensor) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(t)
         return t.view_as(t)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, _saved: object, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: FunctionContext, _saved: object, gradient: Tensor) -> tuple[None, Tensor]:
         from flexattn.distributed.exchange import waiting
 
         total = gradient.clone()

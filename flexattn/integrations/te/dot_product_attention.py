@@ -224,8 +224,8 @@ class DotProductAttention(torch.nn.Module):
             query_layer, key_layer, value_layer: [sq, b, h, d], [b, sq, h, d] or [t, h, d], according to the format. They are
                 float16, bfloat16 or float32; or FP8 tensors with one scale each, outside of autograd.
             attention_mask: bool, True for hidden keys. With a padding type and no cu_seqlens: [b, 1, 1, s], or a pair of them.
-                With "arbitrary": broadcastable to [b, h, sq, skv]. Other types do not read it. A mask that hides keys which such
-                a type shows raises on a CPU, and with FLEXATTN_CHECK=1.
+                With "arbitrary": broadcastable to [b, h, sq, skv]. Other types do not read it, and raise on a CPU or with
+                FLEXATTN_CHECK=1 if the mask hides a key that the type shows.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal, softcap: None: the constructor's value.
             cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], with a padding type.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only, the sequences' start offsets.
@@ -244,8 +244,7 @@ class DotProductAttention(torch.nn.Module):
             bf16_backward: if True, the backward of attention in FP8 runs on 16-bit tensors.
             score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors: as in `TEScoreMod`.
             qkv_layer: q, k and v in one tensor, with a dim of 3 at qkv_interleave_dim, -3 or -2.
-            kv_layer: k and v in one tensor, with a dim of 2, passed with query_layer. The gradient of a packed tensor is one
-                tensor, computed without a copy.
+            kv_layer: k and v in one tensor, with a dim of 2, beside query_layer. The gradient of a packed tensor is one tensor.
             thd_attention_policies: masks of their own for some of the packed sequences: dicts of sequence_ids (int32 or int64,
                 ascending), mask_type (with padding in its name), window_size and optionally bottom_right_diagonal. Each sequence is
                 in one of them. attn_mask_type and window_size are then None.
@@ -259,9 +258,7 @@ class DotProductAttention(torch.nn.Module):
         for name, flag in (("bottom_right_diagonal", bottom_right_diagonal), ("pad_between_seqs", pad_between_seqs)):
             check_flag(name, flag, optional=True)
         if inference_params is not None and not isinstance(inference_params, InferenceParams):
-            raise TypeError(
-                f"inference_params is {describe(inference_params)}; accepted: an InferenceParams of flexattn.integrations.te"
-            )
+            raise TypeError(f"inference_params is {describe(inference_params)}; accepted: flexattn.integrations.te.InferenceParams")
         fmt = self.qkv_format if qkv_format is None else qkv_format
         check_name("qkv_format", fmt, FORMATS)
         check_name("core_attention_bias_type", core_attention_bias_type, tuple(AttnBiasType))
