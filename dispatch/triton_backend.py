@@ -467,6 +467,8 @@ def _key_lists(spec: AttentionSpec, x: Operands) -> dict[str, Any]:
     if indices.dim() == x.q.dim() - 1:  # one list for all key heads
         indices, counts = indices.unsqueeze(-2), None if counts is None else counts.unsqueeze(-1)
     counts = None if counts is None else counts.contiguous()
+    if not indices.shape[-1]:  # kernels loop over the entries of a list, so that a list without any gets one that is no key
+        indices = indices.new_full((*indices.shape[:-1], 1), -1)
     return {"kv_indices": indices.contiguous(), "kv_index_counts": counts, "kv_block": spec.kv_block}
 
 
