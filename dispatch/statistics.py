@@ -72,7 +72,8 @@ def statistics(spec: AttentionSpec, request: str, x: Operands, lse: Tensor, want
     flags = (wanted.max_scores, wanted.entropy, wanted.column_sums, wanted.rows is not None)
     outputs = Outputs(*(t if flag else None for t, flag in zip(found, flags, strict=True)))
     rows = wanted.rows
-    chosen = None if rows is None else rows.to(torch.int32).expand(batch_size(spec, x), -1).contiguous()
+    # an index beyond 31 bits is in no sequence, and -1 is not either
+    chosen = None if rows is None else rows.clamp(-1, 2**31 - 1).int().expand(batch_size(spec, x), -1).contiguous()
     weight_statistics(triton_backend.to_problem(spec, x), lse.contiguous(), outputs, chosen)
     return found
 

@@ -327,12 +327,16 @@ def _backward_call(
         x, dout = _with_dout_to_come(spec, x, dout)
     is_portable = policy.portable_only is not None or spec.capability != (9, 0)  # only sm_90 has its own backward.
     needs_all = gradients.dbias is not None or bool(dcaptures) or spec.deterministic or is_portable
-    problem = replace(to_problem(spec, x), dout_is_to_come=quantises)
+    problem, dout = replace(to_problem(spec, x), dout_is_to_come=quantises), as_bshd(_loadable(dout), spec.q_format)
+    if spec.deterministic and spec.fp8 is None and x.q.element_size() == 2 and not (is_portable or spec.kv_lists):
+        # A hook for saved tensors may change the strides, and the kernels that repeat to the bit must not depend on them.
+        problem = replace(problem, q=_of_copy_engine(problem.q), k=_of_copy_engine(problem.k), v=_of_copy_engine(problem.v))
+        dout = _of_copy_engine(dout)
     return Backward(
         problem=_with_made_of_mods(problem, "backward" if needs_all else "one pass"),
         out=as_bshd(out, spec.q_format),
         lse=lse,
-        dout=as_bshd(_loadable(dout), spec.q_format),
+        dout=dout,
         dlse=dlse.contiguous() if dlse is not None else None,
         dq=as_bshd(dq, spec.q_format),
         dk=as_bshd(dk, spec.kv_format),
@@ -463,6 +467,8 @@ def _key_lists(spec: AttentionSpec, x: Operands) -> dict[str, Any]:
     if indices.dim() == x.q.dim() - 1:  # one list for all key heads
         indices, counts = indices.unsqueeze(-2), None if counts is None else counts.unsqueeze(-1)
     counts = None if counts is None else counts.contiguous()
+    if not indices.shape[-1]:  # kernels loop over the entries of a list, so that a list without any gets one that is no key
+        indices = indices.new_full((*indices.shape[:-1], 1), -1)
     return {"kv_indices": indices.contiguous(), "kv_index_counts": counts, "kv_block": spec.kv_block}
 
 
@@ -521,3 +527,10 @@ def _loadable(x: Tensor) -> Tensor:
     from flexattn.kernels_triton.common.problem import is_loadable
 
     return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _of_copy_engine(x: Tensor) -> Tensor:
+    """Returns x, or a contiguous copy if the copy engine (TMA) cannot read it."""
+    from flexattn.kernels_triton.gluon.descriptors import descriptor_error
+
+    return x if descriptor_error("x", x) is None else x.clone(memory_format=torch.contiguous_format)

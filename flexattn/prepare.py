@@ -101,7 +101,7 @@ def prepare(
     if arguments["return_aux"] is not None:
         from flexattn.statistics import check_request  # here, because calls without such a request should not wait for its import
 
-        check_request(arguments["return_aux"], q, sizes.batch, arguments)
+        check_request(arguments["return_aux"], q, k, sizes.batch, arguments)
         arguments["return_max_logit"] = arguments["return_aux"].max_logit
     kv_block = 1
     if arguments["kv_indices"] is not None or arguments["kv_index_counts"] is not None:

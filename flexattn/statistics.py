@@ -95,7 +95,7 @@ _FLAGS = AuxRequest._fields[:-1]
 _operator = torch.ops.flexattn.attention_statistics.default
 
 
-def check_request(request: AuxRequest, q: Tensor, batch: int, arguments: Arguments) -> None:
+def check_request(request: AuxRequest, q: Tensor, k: Tensor, batch: int, arguments: Arguments) -> None:
     """Raises ValueError or TypeError for a request that has no meaning, or that the other arguments do not combine with."""
     if not isinstance(request, AuxRequest):
         raise TypeError(f"return_aux is {describe(request)}; accepted: a flexattn.AuxRequest, or None")
@@ -116,7 +116,7 @@ def check_request(request: AuxRequest, q: Tensor, batch: int, arguments: Argumen
     asked = ", ".join(_of_second_pass(request))
     if not asked:
         return
-    if arguments["fp8_recipe"] is not None or q.dtype in FP8_DTYPES:
+    if arguments["fp8_recipe"] is not None or q.dtype in FP8_DTYPES or k.dtype in FP8_DTYPES:
         raise ValueError(f"return_aux asks for {asked} and the call is in FP8; accepted there: lse and max_logit")
     if arguments["kv_indices"] is not None:
         raise ValueError(
@@ -149,7 +149,7 @@ def out_and_aux(
         return OutAux(out, aux)
     assert lse is not None
     tensors = ops.tensors_of(x)
-    if ops.is_differentiated(tensors):
+    if ops.is_differentiated((*tensors, request.rows)):
         raise RuntimeError(
             "return_aux under a transform of torch.func or forward-mode AD has lse and max_logit alone; call attention() for the "
             "other statistics outside of the transform"

@@ -89,6 +89,8 @@ def test_transforms_are_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(RuntimeError, match="return_aux under a transform"):
         torch.func.grad(lambda q: attention(q, k, v, return_aux=AuxRequest(entropy=True)).out.sum())(q)
+    with pytest.raises(RuntimeError, match=r"attention\(\) has no rule for torch\.vmap"):
+        torch.vmap(lambda rows: attention(q, k, v, return_aux=AuxRequest(rows=rows)).aux.row_weights)(EVERYTHING.rows)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -153,6 +155,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "asks for entropy and the call is in FP8",
     ),
+    "keys in FP8": (
+        {
+            "return_aux": AuxRequest(entropy=True),
+            **dict.fromkeys("kv", torch.zeros(2, 11, 2, 16, dtype=torch.float8_e4m3fn)),
+        },
+        ValueError,
+        "asks for entropy and the call is in FP8",
+    ),
     "lists": (
         {"return_aux": AuxRequest(column_sums=True), "kv_indices": torch.zeros(2, 9, 1, dtype=torch.int32)},
         ValueError,
@@ -164,9 +174,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_requests(name: str) -> None:
     options, error, text = BAD[name]
-    q, k, v = qkv(dtype=torch.bfloat16)
+    tensors = dict(zip("qkv", (x.cpu() for x in qkv(dtype=torch.bfloat16)), strict=True))
     with pytest.raises(error, match=text):
-        attention(*(x.cpu() for x in (q, k, v)), **options)
+        attention(**tensors | options)
 
 
 def test_explain_names_the_kernels() -> None:

@@ -129,6 +129,22 @@ def test_families_of_calls(
         assert names(spec, x) == expected
 
 
+@pytest.mark.parametrize("layout", ["one head", "one batch entry", "rows between others"])
+def test_a_deterministic_backward_has_one_family_at_any_strides(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook for saved tensors, such as save_on_cpu, gives the backward contiguous copies."""
+    q = torch.empty(LONG, dtype=torch.bfloat16, device="meta")
+    strided = {
+        "one head": q[:, :, :1].expand(q.shape),
+        "one batch entry": q[:1].expand(q.shape),
+        "rows between others": q.new_empty(q.numel() + 8).as_strided(q.shape, (q.stride(0) + 8, *q.stride()[1:])),
+    }[layout]
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: MEASURED)
+    for k in (q, strided):
+        spec, x = on_sm_90(q=q.requires_grad_(), k=k, v=k, deterministic=True, **CAUSAL)
+        assert names(spec, x)[1] == "sm_90 two-kernel"
+        assert launched(spec, x, "backward") >= KERNELS["backward", "sm_90 two-kernel"]
+
+
 # Kernels that no GPU has run need a request by name, whatever else a policy allows.
 @pytest.mark.parametrize(
     ("shape", "more", "forced"),

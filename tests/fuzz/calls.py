@@ -19,6 +19,7 @@ from tests.fuzz.config import ALL_SCORE_MODS, BLOCKS_OF_64, DIFFERENTIABLE, EXTR
 from tests.fuzz.layouts import draw_layout
 from tests.fuzz.mods import INTEGERS, MASK_MODS, SIZES, Drawn
 from tests.fuzz.oracle import Problem, Side
+from tests.fuzz.statistics import draw_rows
 from tests.support.guarded_memory import Block, Layout, write
 
 GARBAGE = (2147480000, -5)  # in unused entries of page tables
@@ -384,6 +385,8 @@ class Call:
         if c.listed:
             tokens = (self._rows[0],) if c.q_format == "thd" else (self._batch, self._rows[0])
             sizes["kv_indices"] = (*tokens, *((c.heads_kv,) if c.has_lists_of_heads else ()), c.listed)
+        if "rows" in c.aux:
+            sizes["rows"] = self._rng.choice([(), (1,), (self._batch,)]) + (self._rng.choice([1, 3, 20]),)
         sizes["dlse"] = (c.heads, self._rows[0]) if c.q_format == "thd" else (self._batch, c.heads, self._rows[0])
         if c.bias_type in ("pre_scale_bias", "post_scale_bias"):
             whole = (self._batch, c.heads, *most)
@@ -426,7 +429,7 @@ class Call:
             base_name = name.removeprefix("pages_")
             if name in LENGTHS or name in ("page_table", "kv_indices"):
                 dtype = torch.int32
-            elif name in INTEGERS:
+            elif name in (*INTEGERS, "rows"):
                 dtype = self._rng.choice([torch.int32, torch.int64])
             elif base_name in (*self._in_fp8,):
                 dtype = getattr(torch, c.fp8)
@@ -462,6 +465,8 @@ class Call:
                 values = torch.tensor(self._rng_state)
             elif name == "kv_indices":
                 values = self._lists(tuple(t.shape))
+            elif name == "rows":
+                values = draw_rows(rng, tuple(t.shape), t.dtype, self._longest[0])
             elif name in INTEGERS:
                 values = self._integers(name, tuple(t.shape))
             else:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from tests.fuzz import in_fp8
 from tests.fuzz.calls import Call
-from tests.fuzz.config import HALF, Config, Where, draw_config, varied
+from tests.fuzz.config import HALF, TANH_ERROR, Config, Where, draw_config, varied
 from tests.fuzz.delta import ADDED_AT_ONCE, ROW_STEPS, delta_errors, is_cut, row_of_out
 from tests.fuzz.modes import attend
 from tests.fuzz.oracle import Problem, Result, exact, plain
 from tests.fuzz.second import compare_second
+from tests.fuzz.statistics import compare_statistic
 from tests.support.guarded_memory import Allocations
 
 FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # multiples of plain torch's error in the same dtype, like those of flexattn.testing
@@ -34,7 +35,7 @@ STEEPEST = {"affine": 2.0, "checkered": 3.0}  # by which a score_mod multiplies 
 MULTIPLY = ("gated",)  # score_mods whose captures multiply a score, and so get its gradient, with its error, times the score
 DP = 16.0  # the size of dp, a product of rows of dout and v, which cancels against delta
 NOTHING = 1e-4  # the rest of such a gradient of 0
-TANH, MOST_CAP = 6e-7, 8.0  # absolute error of tanh in half types, which a softcap multiplies; the largest cap of the mods
+MOST_CAP = 8.0  # the largest cap of the mods
 LEVEL = 2.0**-18  # relative error of lse if scores are beyond 2**13: log2(e) is multiplied in and out
 
 CALLS = 10**4  # more than the calls of any configuration
@@ -118,7 +119,7 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
     ref = exact(problem, meant, **seeds, wanted=wanted, delta_errors=partial(delta_errors, call))
     same = plain(problem, meant, **seeds, wanted=wanted)
     eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
-    tanh_error = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
+    tanh_error = TANH_ERROR * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
     score_error = ref.largest * eps + tanh_error
     cuts = dtype is torch.float32 and is_cut(config)
     # A score is a sum of head_dim_qk products of a size of 1, whose roundings stay if the sum cancels or a softcap shrinks it.
@@ -158,6 +159,8 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
             )
             roundings = (STEPS_OF_DOUBLE if is_double else CANCELLED) * eps + tanh_error
             verdicts.limit(what, error.max(), FORWARD_FACTOR * budget.max() + roundings)
+        elif name in ref.statistics:
+            compare_statistic(verdicts, what, call, name, t, ref)
         else:
             _compare_gradient(verdicts, what, call, name[1:], t, ref, same, problem)
 

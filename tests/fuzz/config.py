@@ -11,6 +11,7 @@ from flexattn.dispatch.spec import FORMATS, PACKINGS, Results
 from tests.fuzz.mods import EXTREME_MODS, MASK_MODS, SCORE_MODS, SIZES, Drawn
 
 HALF = (torch.float16, torch.bfloat16)
+TANH_ERROR = 6e-7  # absolute error of tanh in half types, which a softcap multiplies
 LAYOUTS = ("plain", "plain", "offset", "sliced", "stepped", "permuted", "expanded", "last dim strided")
 EXTREMES = (-1e4, -3e4, -1e5, -1e8, -1e9, -1e10, -1e12, -1e15, -1e30, -0.7 * torch.finfo(torch.float32).max, "finfo.min")
 # Sides of a window: any, and so large that a sum with a position leaves 31 or 63 bits.
@@ -40,6 +41,7 @@ PACKINGS_OF_CALLS = ("", "", "", "k and v", "q, k and v", "v in k", "q is k is v
 MODES = ("no_grad", "inference", "autocast", "default device", "thread", "checkpoint", "saved tensors")
 GPU_MODES = ("stream", "graph", "graph", "graph")
 KINDS = ("ordinary", "empty", "wrong lengths")
+STATISTICS = ("max_scores", "entropy", "column_sums", "rows")
 
 
 class Where(NamedTuple):
@@ -112,6 +114,7 @@ class Config(NamedTuple):
     has_lists_of_heads: bool = False  # whether each key head has lists of its own
     shares_bias: bool = False  # whether pairs of batch entries share an entry of the bias; the batch is then BATCH_OF_PAIRS
     is_second_order: bool = False  # whether its tangents and second derivatives are compared too
+    aux: tuple[str, ...] = ()  # the statistics beside lse and max_logit that it returns
     # Each call draws these fields again (`varied`):
     packing: str = ""  # one of PACKINGS_OF_CALLS, if the shapes allow it: strides of tensors that share memory
     as_views: bool = False  # then they are views of one tensor to autograd, else tensors of their own
@@ -237,7 +240,17 @@ def draw_config(seed: int, where: Where) -> Config:
         config = config._replace(shares_bias=True, batch=BATCH_OF_PAIRS)
     if "fp8" not in where.without:
         config = _with_rare_backward(_with_fp8(config, Random(f"{seed} in FP8")), Random(f"{seed} with a rare backward"))
+    config = _with_statistics(config, Random(f"{seed} of statistics"))
     return _with_second_order(config, Random(f"{seed} of second order"))
+
+
+def _with_statistics(config: Config, rng: Random) -> Config:
+    """Returns the configuration, and now and then one that returns statistics of its weights, which FP8 does not have."""
+    if config.fp8 or rng.random() >= 0.2:
+        return config
+    # Weights of rows have max_seqlen_kv columns.
+    possible = STATISTICS[:-1] if config.max_seqlen == "huge" else STATISTICS
+    return config._replace(aux=tuple(name for name in possible if rng.random() < 0.6) or ("entropy",), results=Results())
 
 
 def _with_second_order(config: Config, rng: Random) -> Config:
@@ -365,7 +378,7 @@ def _with_other_numbers(config: Config, rng: Random) -> Config:
     if not is_changed:
         return c
     sides = ["any", "any", "any", "any" if "huge" in c.where.without else "huge"]
-    has_results = c.kind == "ordinary" and not c.fp8 and rng.random() < 0.15
+    has_results = c.kind == "ordinary" and not c.fp8 and not c.aux and rng.random() < 0.15
     return c._replace(
         window=tuple(side if side == "open" else rng.choice(sides) for side in c.window),
         diagonal=None if c.mask else rng.choice([None, True, False]),
@@ -407,6 +420,7 @@ def features(config: Config) -> dict[str, str]:
         "gradients": "of scores" if c.wants - {"q", "k", "v"} else "of q, k and v" if c.wants else "none",
         "loss": " and ".join(sorted(c.loss)) if c.wants else "none",
         "deterministic": str(c.deterministic),
+        "statistics": " and ".join(c.aux) or "none",
         "results": "as inputs" if c.results == Results() else "elsewhere",
         "strides": "plain" if all(c.layouts[name] == "plain" for name in "qkv") else "any",
         "memory": c.packing or "of each",

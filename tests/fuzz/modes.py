@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.calls import Call
+from tests.fuzz.statistics import request
 
 WITHOUT_GRADIENTS = ("no_grad", "inference")
 
@@ -57,6 +58,9 @@ def _results(call: Call, arguments: dict[str, Any]) -> dict[str, Tensor]:
 
     config = call.config
     names = ["out", *(["lse"] if config.return_lse else []), *(["max_logit"] if config.return_max_logit else [])]
+    if config.aux:
+        out, aux = attention(**arguments | {"return_lse": False, "return_max_logit": False, "return_aux": request(call)})
+        return {"out": out} | {name: t for name, t in aux._asdict().items() if t is not None}
     if call.results == Results():
         if config.gives_out and not call.wanted:
             arguments = arguments | {"out": _memory(arguments)}

@@ -61,6 +61,7 @@ class Result(NamedTuple):
     is_vague: Tensor  # bool, shaped like lse: it is beyond LARGE, and others are so near that a rounding decides
     largest: Tensor  # the largest score of each of the other rows: the largest of these, by magnitude
     noise: dict[str, Tensor]  # the errors of gradients, of v's none, that errors of delta make, one a row
+    statistics: dict[str, Tensor]  # of the weights before dropout, by their names in AuxOutput; row_weights if `rows` is a tensor
 
 
 Rounding = Callable[[Tensor], Tensor]
@@ -196,7 +197,7 @@ def _noise(lse: Tensor, leaves: dict[str, Tensor], errors: Tensor) -> dict[str, 
 def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Rounding) -> tuple[Result, Tensor, Tensor]:
     """The result without gradients, the scores, and which rows of q are tokens of a sequence, [t, 1, 1]."""
     q, q_rows, q_real = _rectangle(x["q"], p.q)
-    k, _, kv_real = _rectangle(x["k"], p.kv)
+    k, kv_rows, kv_real = _rectangle(x["k"], p.kv)
     v, _, _ = _rectangle(x["v"], p.kv)
     batch, heads, sq, _ = q.shape
     skv, device = k.shape[2], q.device
@@ -251,6 +252,7 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     total = total.masked_fill(is_blind, 1.0)
     lse = (origin + torch.log(total)).masked_fill(is_blind, NEG_INF)
     shares = rounding(weights / total[..., None])
+    statistics = _statistics(x, shares.detach(), row_max, (p, q_rows, kv_rows))
     if p.dropout_p:
         probability = round(p.dropout_p * 65536) / 65536
         kept = dropout_keeps(p.rng_state, probability, batch, heads, sq, skv, device)
@@ -281,10 +283,31 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     is_real = _scattered(q_real[..., None, None], q_rows, total_q, False)
     max_logit = row_max.amax((0, 2)) if batch else row_max.new_full((heads,), NEG_INF)
     return (
-        Result(out, lse, max_logit, {}, size.new_zeros(()), s.numel(), is_level, is_rounded, is_vague, largest, {}),
+        Result(out, lse, max_logit, {}, size.new_zeros(()), s.numel(), is_level, is_rounded, is_vague, largest, {}, statistics),
         scores,
         is_real,
     )
+
+
+def _statistics(x: dict[str, Tensor], shares: Tensor, row_max: Tensor, places: tuple[Problem, Tensor, Tensor]) -> dict[str, Tensor]:
+    """The statistics in the formats of their tensors. shares: the weights [b, h, sq, skv]."""
+    p, q_rows, kv_rows = places
+    entropy, columns = -torch.xlogy(shares, shares).sum(-1), shares.sum(2)
+    found = {}
+    for name, t, numbers, (side, tensor), fill in (
+        ("max_scores", row_max, q_rows, (p.q, x["q"]), NEG_INF),
+        ("entropy", entropy, q_rows, (p.q, x["q"]), 0.0),
+        ("column_sums", columns, kv_rows, (p.kv, x["k"]), 0.0),
+    ):
+        rows = _scattered(t.permute(0, 2, 1)[..., None], numbers, _rows(tensor, side.fmt).shape[0], fill)
+        found[name] = _to_lse_format(rows, side, tensor.shape)
+    if "rows" in x:
+        own = x["rows"].long().expand(shares.shape[0], -1)
+        lengths = torch.tensor(p.q.lengths, device=own.device).view(-1, 1)
+        is_query = (own >= 0) & (own < lengths)
+        place = torch.where(is_query, own, 0)[:, None, :, None].expand(-1, shares.shape[1], -1, shares.shape[3])
+        found["row_weights"] = shares.gather(2, place).masked_fill(~is_query[:, None, :, None], 0.0)
+    return found
 
 
 def _listed(lists: Tensor, q_rows: Tensor, fmt: str, heads: int, skv: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn.dispatch import quantization
+from flexattn.dispatch import quantization, statistics
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward
 from tests.fuzz import plans
@@ -178,6 +178,22 @@ def test_a_gradient_of_a_recipe_with_a_wrong_sign_is_found(monkeypatch: pytest.M
     right = flexattn.attention
     monkeypatch.setattr(flexattn, "attention", lambda **given: right(**given | {"k": 2.0 * given["k"].detach() - given["k"]}))
     assert is_found(allocations, lambda c: plain(c) and c.fp8_of == "recipe" and "k" in c.wants and "out" in c.loss)
+
+
+@pytest.mark.parametrize("name", ["max_scores", "entropy", "column_sums", "row_weights"])
+def test_a_statistic_of_weights_with_a_wrong_digit_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch, allocations: Allocations
+) -> None:
+    right = statistics.statistics
+
+    def wrong(*call: Any) -> Any:
+        found = right(*call)
+        return found._replace(**{name: getattr(found, name) * (1.0 + 1e-3)})
+
+    monkeypatch.setattr("flexattn.statistics.statistics", wrong)
+    assert is_found(
+        allocations, lambda c: plain(c) and not (c.extreme or c.is_second_order) and name.replace("row_weights", "rows") in c.aux
+    )
 
 
 def test_three_failures_end_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

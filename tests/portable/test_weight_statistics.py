@@ -20,7 +20,7 @@ from flexattn.testing import check_close, make_call, make_inputs, reference_atte
 from tests.second_order.test_kernels import CASES, DEVICE, make
 from tests.support.compiled_kernels import compile_sound
 
-ROWS = torch.tensor([18, 3, 0, 2, 19, -1], device=DEVICE)  # the last two are in no sequence
+ROWS = torch.tensor([18, 3, 0, 2, 19, -1, 2**32], device=DEVICE)  # the last three are in no sequence
 BY_DEFAULT = ("packed, causal, sink", "two parts, dropout, alibi", "captures, block mask", "padding, outliers")
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 import flexattn
 from flexattn import attention
 from flexattn.call_cache import clear_cache
-from flexattn.dispatch import reference
+from flexattn.dispatch import reference, triton_backend
 from flexattn.dispatch.sample import sample_operands
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.kernels_triton.sparse import backward, inversion, tiles, weights
@@ -291,3 +292,20 @@ def test_no_queries_give_no_gradients() -> None:
     for t in (k, v):
         assert t.grad is not None
         assert not t.grad.any()
+
+
+@pytest.mark.parametrize("block", [None, (1, 16)])
+def test_lists_without_entries(block: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indexer that selects nothing gives lists of length 0."""
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(takes_what_never_ran=True))
+    q, k, v = (rand(1, tokens, 4, 16, dtype=torch.bfloat16) for tokens in (5, 32, 32))
+    sink = torch.linspace(-1, 2, 4, device=DEVICE).requires_grad_()
+    indices = torch.zeros(1, 5, 4, 0, dtype=torch.int32, device=DEVICE)
+    out, lse = attention(
+        q, k, v, kv_indices=indices, kv_block_size=block, softmax_offset=sink, backend="triton", deterministic=True, return_lse=True
+    )
+    assert not out.any()
+    torch.testing.assert_close(lse, sink[None, :, None].expand_as(lse))
+    dq, dk, dv, dsink = torch.autograd.grad((out.sum(), lse.sum()), (q, k, v, sink))
+    assert not any(t.any() for t in (dq, dk, dv))
+    torch.testing.assert_close(dsink, torch.full_like(sink, 5.0))
