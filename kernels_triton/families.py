@@ -148,6 +148,7 @@ _EMULATED = (
     "sm_90 fused",
     "sm_90 fused 192",
     "sm_90 two-kernel",
+    "sm_90 wide two-kernel",
     "sm_90 sparse",
     "sm_90 sparse latent",
     "sparse by block",
@@ -490,6 +491,19 @@ HOPPER_TWO_KERNELS = Family[Backward](
     capabilities=frozenset((90,)),
 )
 
+HOPPER_WIDE_BACKWARD = Family[Backward](
+    name="sm_90 wide two-kernel",
+    direction="backward",
+    unsupported=lambda call: (
+        _hopper("conditions").wide_backward_unsupported(call.problem, call.out, call.dout) or _unsupported_gradients(call)
+    ),
+    tile=lambda call: _hopper("conditions").HOPPER_BACKWARD_WIDE,
+    blocks=_blocks_of_two_kernels,
+    run=lambda call, tile: _run_backward(_hopper("backward_wide").wide_backward, _with_key_lists(call), tile),
+    capabilities=frozenset((90,)),
+    has_run=False,
+)
+
 HOPPER_FP8_FUSED = Family[Backward](
     name="sm_90 FP8 fused",
     direction="backward",
@@ -633,7 +647,10 @@ FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     True: (HOPPER_FP8_FORWARD, MMA_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
-    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, MMA_TWO_KERNELS, PORTABLE_BACKWARD),
+    False: (
+        *(HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, HOPPER_WIDE_BACKWARD),
+        *(BLACKWELL_FUSED, MMA_FUSED, MMA_TWO_KERNELS, PORTABLE_BACKWARD),
+    ),
     True: (
         HOPPER_FP8_FUSED,
         HOPPER_FP8_TWO_KERNELS,

@@ -506,6 +506,10 @@ HOPPER_BACKWARD = (
 )
 
 
+HOPPER_BACKWARD_WIDE = HopperBackwardTile(head_dim_qk=512, head_dim_v=512, block_n=32, v_stages=1, block_m=32, splits_columns=True)
+"""The tile of the backward for head dims above 256, not measured: k has one and a half stages for dq."""
+
+
 def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperBackwardTile:
     """Returns the narrowest tile. For modified scores an iteration of dq has fewer keys, which frees registers."""
     tile = next(tile for tile in HOPPER_BACKWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)

@@ -23,6 +23,9 @@ TURN = gl.constexpr(14)  # first of two, one for each consumer, which computes p
 P_WRITTEN = gl.constexpr(9)
 DS_WRITTEN = gl.constexpr(10)
 
+# Backward for head dims above 256, with DS_WRITTEN
+S_WRITTEN = gl.constexpr(9)
+
 
 @gluon.constexpr_function
 def _barrier_assembly(operation, barrier, threads):

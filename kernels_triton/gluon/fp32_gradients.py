@@ -1,6 +1,6 @@
-"""Gradients of keys, and gradients in fp32, for sums over calls.
+"""Gradients of keys, and gradients that are stored from registers to global memory.
 
-Gradients in fp32 are stored from registers to global memory; 16-bit gradients leave by the copy engine.
+Gradients in fp32 are, for sums over calls. Most 16-bit gradients leave by the copy engine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flexattn.kernels_triton.runtime.entry import WidePointer
 _UNIT = gl.constexpr(4)  # elements: 16 bytes, which `descriptor_error` also requires of strides
 
 
-class Fp32Rows(NamedTuple):
-    """A gradient [b, s, h, d] or [total, h, d] in fp32. Strides and `head_dim` are in units of 4 elements."""
+class GradientRows(NamedTuple):
+    """A gradient [b, s, h, d] or [total, h, d] in fp32 or 16 bits. Strides and `head_dim` are in units of 4 elements."""
 
     ptr: WidePointer
     stride_b: int  # 0 for [total, h, d]
@@ -31,18 +31,21 @@ class Fp32Rows(NamedTuple):
     head_dim: int
 
 
-def fp32_rows(gradient: Tensor) -> Fp32Rows | None:
-    """Returns a gradient as an argument of `store_fp32`; None for a 16-bit one."""
-    if gradient.dtype is not torch.float32:
-        return None
+def gradient_rows(gradient: Tensor) -> GradientRows:
+    """Returns a gradient as an argument of `store_gradient`."""
     stride_b, stride_s, stride_h = (stride // _UNIT.value for stride in (0, *gradient.stride())[-4:-1])
-    return Fp32Rows(
+    return GradientRows(
         ptr=gradient, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h, head_dim=gradient.shape[-1] // _UNIT.value
     )
 
 
+def fp32_rows(gradient: Tensor) -> GradientRows | None:
+    """Returns `gradient_rows` of a gradient in fp32; None for a 16-bit one."""
+    return gradient_rows(gradient) if gradient.dtype is torch.float32 else None
+
+
 @gluon.jit
-def store_fp32(target: Fp32Rows, tile, b, h, start, length, row, COLUMN: gl.constexpr):
+def store_gradient(target: GradientRows, tile, b, h, start, length, row, COLUMN: gl.constexpr):
     # Stores rows from `row` on of the sequence that begins at token `start`, without rows from `length` on and columns past the
     # head dim.
     LAYOUT: gl.constexpr = tile.type.layout
@@ -52,14 +55,14 @@ def store_fp32(target: Fp32Rows, tile, b, h, start, length, row, COLUMN: gl.cons
     first += gl.to_tensor(start).to(gl.int64) * target.stride_s
     offsets = (first + rows.to(gl.int64) * target.stride_s) * _UNIT
     inside = (rows < length)[:, None] & (columns < target.head_dim * _UNIT)[None, :]
-    gl.store(target.ptr + (offsets[:, None] + columns[None, :]), tile, mask=inside)
+    gl.store(target.ptr + (offsets[:, None] + columns[None, :]), tile.to(target.ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
-def store_key_gradient(target: Fp32Rows, tile, block: Block, ROW: gl.constexpr, COLUMN: gl.constexpr):
+def store_key_gradient(target: GradientRows, tile, block: Block, ROW: gl.constexpr, COLUMN: gl.constexpr):
     # Stores dk or dv of a block of keys, from its ROW-th on
     sequence = block.sequence
-    store_fp32(target, tile, block.b, block.h_kv, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
+    store_gradient(target, tile, block.b, block.h_kv, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
 
 
 class KeyGradients(NamedTuple):

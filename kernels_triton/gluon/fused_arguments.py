@@ -13,7 +13,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import Step
 from flexattn.kernels_triton.gluon.dq_parts import SumsOfDq
-from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows
+from flexattn.kernels_triton.gluon.fp32_gradients import GradientRows
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 
 
@@ -94,8 +94,8 @@ class FusedArguments(NamedTuple):
     dropout: Dropout | None  # None in FP8
     lists: BlockMaskLists | None  # lists of query blocks
     sums: SumsOfDq | None  # if META.CONVERTED > 0
-    dk32: Fp32Rows | None  # outputs for dk and dv in fp32
-    dv32: Fp32Rows | None
+    dk32: GradientRows | None  # outputs for dk and dv in fp32
+    dv32: GradientRows | None
 
 
 class SecondTiles(NamedTuple):

@@ -10,7 +10,7 @@ from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropo
 from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import Step
-from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows
+from flexattn.kernels_triton.gluon.fp32_gradients import GradientRows
 from flexattn.kernels_triton.gluon.pairs import Origin, Pair
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 
@@ -46,7 +46,7 @@ class DqArguments(NamedTuple):
     scores: Scores
     dropout: Dropout | None  # None: no dropout
     lists: BlockMaskLists | None  # lists of key blocks
-    dq32: Fp32Rows | None  # output for dq in fp32
+    dq32: GradientRows | None  # output for dq in fp32
     descales: Descales | None = None
 
 
@@ -99,8 +99,8 @@ class DkdvArguments(NamedTuple):
     scores: Scores
     dropout: Dropout | None  # None: no dropout
     lists: BlockMaskLists | None  # lists of query blocks
-    dk32: Fp32Rows | None  # outputs for dk and dv in fp32
-    dv32: Fp32Rows | None
+    dk32: GradientRows | None  # outputs for dk and dv in fp32
+    dv32: GradientRows | None
     descales: Descales | None = None
 
 

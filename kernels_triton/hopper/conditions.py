@@ -14,6 +14,7 @@ from flexattn.kernels_triton.common.facts import ProblemFacts, facts_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import (
     FEW_KEYS,
+    HOPPER_BACKWARD_WIDE,
     HOPPER_FORWARD,
     HOPPER_FUSED,
     HOPPER_FUSED_160,
@@ -136,6 +137,16 @@ def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | N
         return error
     tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
     return backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
+
+
+def wide_backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns the reason if the backward for head dims above 256 cannot run this problem; None: it can."""
+    x, tile = problem, HOPPER_BACKWARD_WIDE
+    head_dims = (x.q.shape[-1], x.v.shape[-1])
+    if min(head_dims) <= 256 or max(head_dims) > tile.head_dim_qk:
+        return f"it takes head dims above 256, up to {tile.head_dim_qk}, of q and k and of v"
+    error = _unsupported_device(x) or unsupported_operands(x, out) or descriptor_error("dout", dout) or unsupported_statistics(x)
+    return error or backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
 
 
 def backward_tile(problem: Problem) -> HopperBackwardTile:

@@ -22,7 +22,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
 from flexattn.kernels_triton.gluon.barriers import BOTH, LAST, named_barrier_sync
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept_gradient
-from flexattn.kernels_triton.gluon.fp32_gradients import store_fp32
+from flexattn.kernels_triton.gluon.fp32_gradients import store_gradient
 from flexattn.kernels_triton.gluon.masking import apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pairs import Pair
@@ -156,9 +156,9 @@ def consume_dq(
         named_barrier_sync(LAST, BOTH)  # k in 16 bits was also read by the other warpgroup, which no longer needs it
     if args.dq32.ptr is not None:
         start_q = block.sequence.start_q
-        store_fp32(args.dq32, dq * softmax_scale, b, h, start_q, len_q, m_start, 0)
+        store_gradient(args.dq32, dq * softmax_scale, b, h, start_q, len_q, m_start, 0)
         if QK1 > 0:
-            store_fp32(args.dq32, dq1 * softmax_scale, b, h, start_q, len_q, m_start, QK0)
+            store_gradient(args.dq32, dq1 * softmax_scale, b, h, start_q, len_q, m_start, QK0)
     else:
         operands.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))
         if QK1 > 0:

@@ -508,7 +508,17 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
         ("--q 1,1,32,128 --kv 1,65536,8,128 --fp8 head", ["(portable)", "keys in 8 splits: 32 tiles"]),
         (
             "--q 2,16384,16,128 --capability 8.0",
-            ["(mma.sync fused)", "  not sm_90 fused or sm_90 fused 192 or sm_90 two-kernel: compute capability 9.0 is needed"],
+            [
+                "(mma.sync fused)",
+                "  not sm_90 fused or sm_90 fused 192 or sm_90 two-kernel or sm_90 wide two-kernel: compute capability 9.0 is needed",
+            ],
+        ),
+        (
+            "--q 1,8192,16,512 --kv 1,8192,1,512 --mask causal",
+            [
+                "backward: triton (portable)",
+                "not sm_90 wide two-kernel: no run on such a GPU shows that it is faster; FLEXATTN_HOPPER=always runs it",
+            ],
         ),
     ],
 )

@@ -50,6 +50,7 @@ KERNELS = {
     ("backward", "sm_90 fused 192"): {"_attn_bwd_fused_192_hopper_kernel"},
     ("backward", "sm_100 fused"): {"_attn_bwd_blackwell_kernel"},
     ("backward", "sm_90 two-kernel"): {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"},
+    ("backward", "sm_90 wide two-kernel"): {"_attn_bwd_wide_hopper_kernel"},
     ("backward", "sm_90 FP8 fused"): {"_attn_bwd_fused_fp8_hopper_kernel"},
     ("backward", "sm_90 FP8 two-kernel"): {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel"},
 }
@@ -103,8 +104,8 @@ FP8 = {"fp8_recipe": fp8.Recipe()}
         (LONG, {"window_size": (99, 0)}, ["sm_90", "portable"], ["sm_90", "sm_90 fused"]),
         ((2, 4096, 16, 256), CAUSAL, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 two-kernel"]),
         ((2, 64, 16, 128), {}, ["portable", "portable"], ["sm_90", "sm_90 fused"]),
-        ((2, 4096, 16, 512), CAUSAL, ["sm_90 wide", "portable"], ["sm_90 wide", "portable"]),
-        ((2, 8192, 16, 320), CAUSAL, ["portable", "portable"], ["sm_90 wide", "portable"]),
+        ((2, 4096, 16, 512), CAUSAL, ["sm_90 wide", "portable"], ["sm_90 wide", "sm_90 wide two-kernel"]),
+        ((2, 8192, 16, 320), CAUSAL, ["portable", "portable"], ["sm_90 wide", "sm_90 wide two-kernel"]),
         ((2, 64, 16, 256), {}, ["portable", "portable"], ["sm_90", "sm_90 two-kernel"]),
         (LONG, FP8, ["sm_90 FP8", "sm_90 FP8 fused"], ["sm_90 FP8", "sm_90 FP8 fused"]),
         (LONG, FP8 | {"softcap": 30.0}, ["portable", "sm_90 FP8 fused"], ["sm_90 FP8", "sm_90 FP8 fused"]),
@@ -237,7 +238,7 @@ def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> No
     policy = FORCED
     for given in (call(), call((192, 128)), call(deterministic=True), call(**FP8), call(deterministic=True, **FP8)):
         add(*given, 90)
-    add(*call((512, 512)), 90, ("forward",))
+    add(*call((512, 512)), 90)
     add(*fp8_cache_call(), 90, ("forward",))
     lists = torch.empty(2, 4096, 64, dtype=torch.int32, device="meta")
     add(*call(kv_indices=lists), 90)
