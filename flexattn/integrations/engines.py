@@ -10,6 +10,7 @@ from torch import Tensor
 from flexattn.dispatch.spec import MaskType, QkvFormat
 
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+ANOTHER_BACKEND = "use another attention backend"
 WIDEST_FP8_HEAD = 256  # the Triton kernels read keys and values in FP8 with head dims up to this one
 
 

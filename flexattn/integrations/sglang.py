@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexattn.functional import attention
 from flexattn.integrations.engines import (
+    ANOTHER_BACKEND,
     FP8_CACHES,
     WIDEST_FP8_HEAD,
     BatchOptions,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 NAME: Final = "flexattn"
 _CACHE_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", *FP8_CACHES)
-_ANOTHER = "use another attention backend"
 
 
 def register() -> None:
@@ -177,7 +177,7 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
         """
         for name, value in more.items():
             if value is not None and value is not False:
-                refuse(name, type(value).__name__, "None", _ANOTHER)
+                refuse(name, type(value).__name__, "None", ANOTHER_BACKEND)
         metadata = self.forward_metadata
         if metadata is None:
             raise RuntimeError("init_forward_metadata has not been called; call it before a layer runs")
@@ -190,7 +190,7 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
         q = q.reshape(-1, heads, layer.qk_head_dim)
         if self._latent_dim is not None and d_v != self._latent_dim:
             if k is None or v is None or any(forward_batch.extend_prefix_lens_cpu):
-                refuse("extend_prefix_lens", forward_batch.extend_prefix_lens_cpu, "0 before up-projected keys", _ANOTHER)
+                refuse("extend_prefix_lens", forward_batch.extend_prefix_lens_cpu, "0 before up-projected keys", ANOTHER_BACKEND)
             starts, most = metadata.call["cu_seqlens_q"], metadata.call["max_seqlen_q"]
             return attention(
                 q,
@@ -230,7 +230,7 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
     def _fill(self, memory: _Memory, forward_batch: ForwardBatch, max_seqlen_q: int) -> None:
         mode, count = forward_batch.forward_mode, forward_batch.batch_size
         if mode.is_target_verify() or mode.is_draft_extend_v2() or mode.is_dllm_extend():
-            refuse("forward_mode", mode.name, "EXTEND, MIXED, DECODE", _ANOTHER)
+            refuse("forward_mode", mode.name, "EXTEND, MIXED, DECODE", ANOTHER_BACKEND)
         starts, lengths = memory.cu_seqlens_q[: count + 1], memory.seqused_kv[:count]
         lengths.copy_(forward_batch.seq_lens)
         if not mode.is_decode_or_idle():
@@ -260,7 +260,7 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
             ("xai_temperature_len", -1),
         ):
             if (value := getattr(layer, name)) != accepted:
-                refuse(name, value, repr(accepted), _ANOTHER)
+                refuse(name, value, repr(accepted), ANOTHER_BACKEND)
         if self._is_fp8 and max(layer.qk_head_dim, layer.v_head_dim) > WIDEST_FP8_HEAD:
             refuse("head_dim", layer.qk_head_dim, f"up to {WIDEST_FP8_HEAD} with a cache in FP8", "pass --kv-cache-dtype auto")
         window = layer.sliding_window_size  # without a query's own key, unlike other libraries'
@@ -290,8 +290,10 @@ def _check_settings(runner: ModelRunner) -> None:
         ("model_config.is_local_attention_model", model.is_local_attention_model, False),
     ):
         if value != accepted:
-            refuse(name, value, repr(accepted), f"leave it at {accepted!r}, or {_ANOTHER}")
+            refuse(name, value, repr(accepted), f"leave it at {accepted!r}, or {ANOTHER_BACKEND}")
     if runner.kv_cache_dtype_str not in _CACHE_DTYPES:
         refuse("--kv-cache-dtype", runner.kv_cache_dtype_str, ", ".join(_CACHE_DTYPES), "pass one of these")
     if runner.use_mla_backend and runner.kv_cache_dtype in FP8_CACHES.values():
-        refuse("--kv-cache-dtype", runner.kv_cache_dtype_str, "16 bits with latent attention (MLA)", "pass --kv-cache-dtype bfloat16")
+        refuse(
+            "--kv-cache-dtype", runner.kv_cache_dtype_str, "16 bits with latent attention (MLA)", "pass --kv-cache-dtype bfloat16"
+        )

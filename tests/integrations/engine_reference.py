@@ -24,7 +24,7 @@ def page_tables(sequences: int, columns: int = COLUMNS, pages: int = PAGES) -> T
     return torch.randperm(pages - 1, generator=torch.Generator().manual_seed(0))[: sequences * columns].view(-1, columns).int() + 1
 
 
-def rows(tokens: int, heads: Sequence[int], d: int, dtype: torch.dtype) -> list[Tensor]:
+def random_rows(tokens: int, heads: Sequence[int], d: int, dtype: torch.dtype) -> list[Tensor]:
     """Returns a tensor [tokens, h, d] for each number of heads."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(tokens, h, d, generator=generator).to(dtype) for h in heads]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +21,12 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, publish
+from sglang.srt.runtime_context import get_exec, get_spec, publish
 from sglang.srt.server_args import ServerArgs
 
 from flexattn.integrations import sglang as door
 from flexattn.integrations.sglang import FlexattnAttnBackend
-from tests.integrations.engine_reference import BATCHES, COLUMNS, PAGES, Expected, page_tables, rows
+from tests.integrations.engine_reference import BATCHES, COLUMNS, PAGES, Expected, page_tables, random_rows
 
 HEADS, HEADS_KV, D = 4, 2, 32
 SLOTS = PAGES * 16
@@ -37,13 +36,12 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Gives SGLang's process the settings of a small model."""
     folder = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS, "vocab_size": 64}
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
     publish(ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native"), role="scheduler")
-    yield
 
 
 def _window_pool(page_size: int, dtype: torch.dtype) -> SWAKVPool:
@@ -83,7 +81,11 @@ class Step:
             context_len=COLUMNS * 16, kv_lora_rank=RANK, is_encoder_decoder=False, is_local_attention_model=False
         )
         usual = {"kv_cache_dtype_str": "auto", "kv_cache_dtype": pool.dtype, "use_mla_backend": False, "model_config": model}
-        pools = {"req_to_token_pool": requests, "token_to_kv_pool": pool, "kv_index_translator": SimpleNamespace(is_translating=False)}
+        pools = {
+            "req_to_token_pool": requests,
+            "token_to_kv_pool": pool,
+            "kv_index_translator": SimpleNamespace(is_translating=False),
+        }
         self.runner = SimpleNamespace(**(usual | pools | {"device": "cpu", "page_size": page_size} | runner))
         self.layer = RadixAttention(HEADS, D, SCALE, HEADS_KV, layer_id, sliding_window_size=window)
         is_decode = max(n for _, n in batch) == 1
@@ -148,7 +150,7 @@ def _run(backend: Any, step: Step, q: Tensor, k: Tensor | None, v: Tensor | None
 
 
 def _new(step: Step, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return rows(len(step.slots), (HEADS, HEADS_KV, HEADS_KV), D, dtype)
+    return random_rows(len(step.slots), (HEADS, HEADS_KV, HEADS_KV), D, dtype)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -224,7 +226,7 @@ def _latent_step(batch: Sequence[tuple[int, int]]) -> Step:
 def test_latent_attention_reads_its_pool(batch: str) -> None:
     step = _latent_step(BATCHES[batch])
     latents, _ = step.fill()
-    q, k = rows(len(step.slots), (HEADS, 1), RANK + ROPE, torch.bfloat16)
+    q, k = random_rows(len(step.slots), (HEADS, 1), RANK + ROPE, torch.bfloat16)
     pages, _ = step.pages((latents, latents), (k, k))
     out = _run(FlexattnAttnBackend(step.runner), step, q, k, k[..., :RANK])
     assert torch.equal(latents, pages.flatten(0, 1))
@@ -234,8 +236,8 @@ def test_latent_attention_reads_its_pool(batch: str) -> None:
 def test_prompts_of_latent_attention_attend_to_their_own_keys() -> None:
     step = _latent_step(BATCHES["prefill"])
     step.layer = RadixAttention(HEADS, 48, SCALE, HEADS, 0, v_head_dim=D)
-    q, k = rows(len(step.slots), (HEADS, HEADS), 48, torch.bfloat16)
-    [v] = rows(len(step.slots), (HEADS,), D, torch.bfloat16)
+    q, k = random_rows(len(step.slots), (HEADS, HEADS), 48, torch.bfloat16)
+    [v] = random_rows(len(step.slots), (HEADS,), D, torch.bfloat16)
     backend = FlexattnAttnBackend(step.runner)
     out = _run(backend, step, q, k, v, save_kv_cache=False)
     empty = [torch.zeros(SLOTS, *x.shape[1:], dtype=x.dtype) for x in (k, v)]
@@ -248,7 +250,9 @@ def test_prompts_of_latent_attention_attend_to_their_own_keys() -> None:
 def test_a_graph_of_decoding_batches_keeps_its_memory() -> None:
     """SGLang pads a batch by sequences of one token, in page 0."""
     pool = _window_pool(4, torch.float32)
-    steps = [Step(batch, page_size=4, pool=pool, window=11, layer_id=1) for batch in ([(0, 1), (41, 1), (15, 1)], [(7, 1), (30, 1)])]
+    steps = [
+        Step(batch, page_size=4, pool=pool, window=11, layer_id=1) for batch in ([(0, 1), (41, 1), (15, 1)], [(7, 1), (30, 1)])
+    ]
     backend = FlexattnAttnBackend(steps[0].runner)
     backend.init_cuda_graph_state(4, 4)
     addresses = []
@@ -260,12 +264,13 @@ def test_a_graph_of_decoding_batches_keeps_its_memory() -> None:
             setattr(batch, name, torch.nn.functional.pad(getattr(batch, name), (0, 3 - live), value=padding))
         step.expect_window_pool()
         buffers = step.fill()
-        q, k, v = rows(3, (HEADS, HEADS_KV, HEADS_KV), D, torch.float32)
+        q, k, v = random_rows(3, (HEADS, HEADS_KV, HEADS_KV), D, torch.float32)
         pages = step.pages(buffers, (k[:live], v[:live]))
         backend.init_forward_metadata_out_graph(batch, in_capture=step is steps[0])
         step.expected.check(_call(backend, step, q, k, v)[:live], q[:live], pages, SCALE, keys_before=11)
         metadata = backend.forward_metadata
-        assert metadata is not None and metadata.window_slots is not None
+        assert metadata is not None
+        assert metadata.window_slots is not None
         kept = [*(x for x in metadata.window_call.values() if isinstance(x, Tensor)), metadata.window_slots]
         addresses.append([x.data_ptr() for x in kept])
     assert addresses[0] == addresses[1]
@@ -284,7 +289,8 @@ def test_a_graph_of_prompts_serves_every_division_of_its_tokens() -> None:
         backend.init_forward_metadata_out_graph(step.batch, in_capture=step is steps[0])
         step.expected.check(_call(backend, step, q, k, v), q, pages, SCALE)
         metadata = backend.forward_metadata
-        assert metadata is not None and metadata.call["max_seqlen_q"] == 46
+        assert metadata is not None
+        assert metadata.call["max_seqlen_q"] == 46
         addresses.append([x.data_ptr() for x in metadata.call.values() if isinstance(x, Tensor)])
     assert addresses[0] == addresses[1]
 
