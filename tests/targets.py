@@ -61,7 +61,7 @@ LATER = {
     "few keys and head dims in parts": ("kernels_triton/hopper/few_keys.py", "kernels_triton/hopper/forward_parts.py"),
     "diffusers": ("flexattn/integrations/diffusers.py",),
     "trainers": ("flexattn/integrations/megatron.py", "flexattn/integrations/torchtitan.py"),
-    "vLLM": ("flexattn/integrations/vllm.py",),
+    "engines": tuple(f"flexattn/integrations/{name}.py" for name in ("engines", "sglang", "vllm")),
     "verify and models": ("flexattn/cli/verify.py", "bench/model_shapes.py", "bench/model_tables.py"),
 }
 
