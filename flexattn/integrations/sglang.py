@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 NAME: Final = "flexattn"
-_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", *FP8_CACHES)
+_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2")
 
 
 def register() -> None:
@@ -242,6 +242,7 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
         if self._has_window_pool:
             slots.append(self._pool.translate_loc_from_full_to_swa(slots[0]))
             if forward_batch.out_cache_loc is not None:
+                memory.window_slots.zero_()  # a graph writes its padding too, to slot 0
                 new_slots = memory.window_slots[: len(forward_batch.out_cache_loc)]
                 new_slots.copy_(self._pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc))
         for table, slot in zip(tables, slots, strict=True):

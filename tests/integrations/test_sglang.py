@@ -21,7 +21,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_exec, get_spec, publish
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, publish
 from sglang.srt.server_args import ServerArgs
 
 from flexattn.integrations import sglang as door
@@ -278,19 +278,23 @@ def test_a_graph_of_decoding_batches_keeps_its_memory() -> None:
 
 
 def test_a_graph_of_prompts_serves_every_division_of_its_tokens() -> None:
-    steps = [Step(batch) for batch in ([(0, 9), (0, 37)], [(20, 40), (16, 6)])]
+    pool = _window_pool(16, torch.float32)
+    steps = [Step(batch, pool=pool, window=11, layer_id=1) for batch in ([(0, 9), (0, 37)], [(20, 30), (16, 6)])]
     backend = FlexattnAttnBackend(steps[0].runner)
     addresses = []
     for step in steps:
-        backend._token_slots, backend._pool = step.runner.req_to_token_pool.req_to_token, step.pool
+        backend._token_slots = step.runner.req_to_token_pool.req_to_token
+        step.expect_window_pool()
         buffers = step.fill()
         q, k, v = _new(step)
         pages = step.pages(buffers, (k, v))
         backend.init_forward_metadata_out_graph(step.batch, in_capture=step is steps[0])
-        step.expected.check(_call(backend, step, q, k, v), q, pages, SCALE)
-        metadata = backend.forward_metadata
+        step.expected.check(_call(backend, step, q, k, v), q, pages, SCALE, keys_before=11)
+        metadata, memory = backend.forward_metadata, backend._extend_memory
         assert metadata is not None
-        assert metadata.call["max_seqlen_q"] == 46
+        assert memory is not None
+        assert metadata.call["max_seqlen_q"] == len(q)
+        assert memory.window_slots[len(q) :].count_nonzero() == 0, "a graph writes padding into a slot"
         addresses.append([x.data_ptr() for x in metadata.call.values() if isinstance(x, Tensor)])
     assert addresses[0] == addresses[1]
 
@@ -342,6 +346,10 @@ def test_errors_name_a_setting() -> None:
     _check_refused("16 bits with latent attention", dtype=torch.float8_e4m3fn, use_mla_backend=True)
     with get_spec().override(speculative_algorithm="EAGLE"):
         _check_refused("--speculative-algorithm is 'EAGLE'; accepted: None")
+    with get_parallel().override(attn_dcp_size=2):
+        _check_refused("--dcp-size is 2; accepted: 1")
+    with get_parallel().override(tp_size=2, attn_tp_size=1, attn_cp_size=2, moe_tp_size=2):
+        _check_refused("--attn-cp-size is 2; accepted: 1")
     with get_exec().dllm.override(dllm_algorithm="LowConfidence"):
         _check_refused("--dllm-algorithm is 'LowConfidence'; accepted: None")
 
