@@ -104,10 +104,11 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
         _check_settings(model_runner)
         self._device = torch.device(model_runner.device)
         self._page_size: int = model_runner.page_size
-        self._token_slots: Tensor = model_runner.req_to_token_pool.req_to_token
         self._first_tokens = torch.arange(0, model.context_len, self._page_size, device=self._device)
-        self._pool = model_runner.token_to_kv_pool
-        self._has_window_pool = isinstance(self._pool, SWAKVPool) and self._pool.swa_layer_nums > 0
+        # SGLang's models read the pools here.
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
+        self._has_window_pool = isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
         self._is_fp8 = model_runner.kv_cache_dtype in FP8_CACHES.values()
         self._latent_dim: int | None = model.kv_lora_rank if model_runner.use_mla_backend else None
         self._batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
@@ -209,9 +210,9 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
         scales, descales = self._scales(layer)
         if save_kv_cache and k is not None:
             slots = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=metadata.window_slots)
-            self._pool.set_kv_buffer(layer, slots, k, v, *scales)
+            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, *scales)
         batch = metadata.window_call if self._is_in_window_pool(layer) else metadata.call
-        keys, values = self._pool.get_kv_buffer(layer.layer_id)
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         pages_k = paged_kv_view(keys, self._page_size, layer.tp_k_head_num, layer.qk_head_dim)
         pages_v = paged_kv_view(values, self._page_size, layer.tp_v_head_num, d_v)
         return attention(q, pages_k, pages_v, out=out, softmax_offset=sinks, **batch, **options, **descales).flatten(1)
@@ -237,14 +238,14 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
             torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=starts[1:])
         tables = [table[:count] for table in memory.page_tables]
         first_tokens = self._first_tokens[: tables[0].shape[1]]
-        slots = [self._token_slots[forward_batch.req_pool_indices[:, None], first_tokens]]
+        slots = [self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[:, None], first_tokens]]
         new_slots = None
         if self._has_window_pool:
-            slots.append(self._pool.translate_loc_from_full_to_swa(slots[0]))
+            slots.append(self.token_to_kv_pool.translate_loc_from_full_to_swa(slots[0]))
             if forward_batch.out_cache_loc is not None:
                 memory.window_slots.zero_()  # a graph writes its padding too, to slot 0
                 new_slots = memory.window_slots[: len(forward_batch.out_cache_loc)]
-                new_slots.copy_(self._pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc))
+                new_slots.copy_(self.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc))
         for table, slot in zip(tables, slots, strict=True):
             torch.div(slot, self._page_size, rounding_mode="floor", out=table)
         calls = [batch_options(starts, max_seqlen_q, lengths, table) for table in tables]
@@ -275,7 +276,7 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
         return scales, {} if layer.k_scale is None else {"descale_k": layer.k_scale, "descale_v": layer.v_scale}
 
     def _is_in_window_pool(self, layer: RadixAttention) -> bool:
-        return self._has_window_pool and bool(self._pool.layers_mapping[layer.layer_id][1])
+        return self._has_window_pool and bool(self.token_to_kv_pool.layers_mapping[layer.layer_id][1])
 
 
 def _check_settings(runner: ModelRunner) -> None:

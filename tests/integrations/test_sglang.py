@@ -21,6 +21,12 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import (
+    ForwardContext,
+    forward_context,
+    get_req_to_token_pool,
+    get_token_to_kv_pool,
+)
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, publish
 from sglang.srt.server_args import ServerArgs
 
@@ -257,7 +263,7 @@ def test_a_graph_of_decoding_batches_keeps_its_memory() -> None:
     backend.init_cuda_graph_state(4, 4)
     addresses = []
     for step in steps:
-        backend._token_slots = step.runner.req_to_token_pool.req_to_token
+        backend.req_to_token_pool = step.runner.req_to_token_pool
         live, batch = len(step.slots), step.batch
         batch.batch_size = 3
         for name, padding in (("req_pool_indices", 0), ("seq_lens", 1), ("out_cache_loc", 0)):
@@ -283,7 +289,7 @@ def test_a_graph_of_prompts_serves_every_division_of_its_tokens() -> None:
     backend = FlexattnAttnBackend(steps[0].runner)
     addresses = []
     for step in steps:
-        backend._token_slots = step.runner.req_to_token_pool.req_to_token
+        backend.req_to_token_pool = step.runner.req_to_token_pool
         step.expect_window_pool()
         buffers = step.fill()
         q, k, v = _new(step)
@@ -326,6 +332,9 @@ def test_the_name_is_registered_once_for_every_setting() -> None:
     assert isinstance(backend, FlexattnAttnBackend)
     assert not backend.support_triton()
     assert not backend._options(step.layer)["batch_invariant"]
+    with forward_context(ForwardContext(attn_backend=backend), forward_batch=step.batch):  # as models find the pools
+        assert get_token_to_kv_pool() is step.pool
+        assert get_req_to_token_pool() is step.runner.req_to_token_pool
     with get_exec().deterministic.override(enable_deterministic_inference=True):
         assert FlexattnAttnBackend(step.runner)._options(step.layer)["batch_invariant"]
 
