@@ -69,7 +69,7 @@ LATER = {
     "backward above head dim 256": ("kernels_triton/hopper/backward_wide.py",),
     "diffusers": ("flexattn/integrations/diffusers.py",),
     "trainers": ("flexattn/integrations/megatron.py", "flexattn/integrations/torchtitan.py"),
-    "vLLM": ("flexattn/integrations/vllm.py",),
+    "engines": tuple(f"flexattn/integrations/{name}.py" for name in ("engines", "sglang", "vllm")),
     "verify and models": ("flexattn/cli/verify.py", "bench/model_shapes.py", "bench/model_tables.py"),
 }
 

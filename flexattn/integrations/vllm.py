@@ -7,13 +7,23 @@ group of layers: https://docs.vllm.ai/en/latest/design/attention_backends. A lay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
 
 from flexattn.append import append_kv
 from flexattn.functional import attention
+from flexattn.integrations.engines import (
+    ANOTHER_BACKEND,
+    FP8_CACHES,
+    WIDEST_FP8_HEAD,
+    BatchOptions,
+    Descales,
+    batch_options,
+    layer_options,
+    refuse,
+)
 
 try:
     import vllm.envs as envs
@@ -33,11 +43,12 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backend import AttentionBackend, AttentionLayer, CommonAttentionMetadata, MultipleOf
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 _DTYPES = [torch.float16, torch.bfloat16]
-_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_MASK: Final = "padding_causal_bottom_right"
 
 
 def register() -> None:
@@ -53,9 +64,17 @@ def register() -> None:
             AttentionBackendEnum[name].__reduce_ex__ = lambda _, name=name: (_registered, (name,))
 
 
-def _registered(name: str) -> Any:
+def _registered(name: str) -> AttentionBackendEnum:
     register()
     return AttentionBackendEnum[name]
+
+
+class _Places(TypedDict):
+    """The arguments of `append_kv` for a step."""
+
+    page_table: Tensor
+    seqused_kv: Tensor
+    seqused_q: Tensor
 
 
 @dataclass
@@ -68,8 +87,8 @@ class FlexattnMetadata(base.AttentionMetadata):  # type: ignore[misc]  # vLLM ne
         tokens: rows of q, k and v. Rows after them are padding.
     """
 
-    call: dict[str, Any]
-    slots: dict[str, Any]
+    call: BatchOptions
+    slots: _Places
     tokens: int
 
 
@@ -80,14 +99,16 @@ class FlexattnMetadataBuilder(base.AttentionMetadataBuilder):  # type: ignore[mi
     graph of any batch can be replayed.
     """
 
-    _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.ALWAYS
+    _cudagraph_support: ClassVar[base.AttentionCGSupport] = base.AttentionCGSupport.ALWAYS
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         most = vllm_config.scheduler_config.max_num_batched_tokens
         self._slots = torch.zeros(3, most, dtype=torch.int32, device=device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FlexattnMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlexattnMetadata:
         """Returns the metadata of a step. fast_build has no effect: the metadata takes few kernels.
 
         Raises:
@@ -98,17 +119,10 @@ class FlexattnMetadataBuilder(base.AttentionMetadataBuilder):  # type: ignore[mi
             raise ValueError(f"common_attn_metadata.causal is {x.causal}; accepted: True; use another attention backend")
         if common_prefix_len:
             raise ValueError(f"common_prefix_len is {common_prefix_len}; accepted: 0, as vLLM passes it")
-        call = {
-            "qkv_format": "thd_2bshd",
-            "attn_mask_type": _MASK,
-            "cu_seqlens_q": x.query_start_loc,
-            "max_seqlen_q": x.max_query_len,
-            "seqused_kv": x.seq_lens,
-            "page_table": x.block_table_tensor,
-        }
+        call = batch_options(x.query_start_loc, x.max_query_len, x.seq_lens, x.block_table_tensor)
         return FlexattnMetadata(call, self._places(x.slot_mapping[: x.num_actual_tokens]), x.num_actual_tokens)
 
-    def _places(self, slots: Tensor) -> dict[str, Tensor]:
+    def _places(self, slots: Tensor) -> _Places:
         """Returns the page and the row of each slot. Slots below 0 are of tokens that are not stored."""
         if len(slots) > self._slots.shape[1]:
             raise ValueError(
@@ -126,7 +140,7 @@ class FlexattnBackend(base.AttentionBackend):  # type: ignore[misc]
     """Attention with keys and values of the same heads: `--attention-backend FLEXATTN`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [*_DTYPES, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_FP8]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_CACHES]
 
     @staticmethod
     def get_name() -> str:
@@ -144,7 +158,7 @@ class FlexattnBackend(base.AttentionBackend):  # type: ignore[misc]
         return FlexattnMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[MultipleOf]:
         """Returns the page sizes that the kernels for sm_90 read fast."""
         return [base.MultipleOf(16)]
 
@@ -154,10 +168,10 @@ class FlexattnBackend(base.AttentionBackend):  # type: ignore[misc]
         return head_size % 8 == 0 and head_size <= 512
 
     @classmethod
-    def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any) -> str | None:
-        """Returns why a layer cannot run, or None. The Triton kernels read FP8 caches with head dims up to 256."""
-        is_wide = head_size > 256 and kv_cache_dtype in _FP8
-        return "an FP8 cache with head_size above 256 not supported" if is_wide else None
+    def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: object) -> str | None:
+        """Returns why a layer cannot run, or None."""
+        is_wide = head_size > WIDEST_FP8_HEAD and kv_cache_dtype in FP8_CACHES
+        return f"an FP8 cache with head_size above {WIDEST_FP8_HEAD} not supported" if is_wide else None
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
@@ -213,21 +227,16 @@ class FlexattnImpl(base.AttentionImpl):  # type: ignore[misc]
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        slopes = (
+        self._sinks = sinks
+        self._slopes = (
             None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device=torch.get_default_device())
         )
-        self._options: dict[str, Any] = {
-            "softmax_scale": self.scale,
-            "softcap": logits_soft_cap or 0.0,
-            "softmax_offset": sinks,
-            "alibi_slopes": slopes,
-            "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
-            "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
-        }
+        keys_before = None if sliding_window is None else sliding_window - 1
+        self._options = layer_options(scale, logits_soft_cap, keys_before, bool(envs.VLLM_BATCH_INVARIANT))
 
     def forward(
         self,
-        layer: Any,
+        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -252,29 +261,37 @@ class FlexattnImpl(base.AttentionImpl):  # type: ignore[misc]
         """
         for name, scale in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
             if scale is not None:
-                raise NotImplementedError(f"{name} is given; accepted: None; disable fuse_attn_quant in vLLM's pass_config")
+                refuse(name, "a tensor", "None", "disable fuse_attn_quant in vLLM's pass_config")
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.tokens
-        if self.kv_cache_dtype in _FP8:
-            kv_cache = kv_cache.view(_FP8[self.kv_cache_dtype])
+        descales: Descales = {}
+        if self.kv_cache_dtype in FP8_CACHES:
+            kv_cache = kv_cache.view(FP8_CACHES[self.kv_cache_dtype])
             descales = {"descale_k": layer._k_scale, "descale_v": layer._v_scale}
-        else:
-            descales = {}
         pages = kv_cache.transpose(1, 2)
         pages_k, pages_v = pages[..., : self.head_size], pages[..., self.head_size :]
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             append_kv(pages_k, pages_v, key[:tokens, None], value[:tokens, None], **attn_metadata.slots, **descales)
-        attention(query[:tokens], pages_k, pages_v, out=output[:tokens], **attn_metadata.call, **self._options, **descales)
+        attention(
+            query[:tokens],
+            pages_k,
+            pages_v,
+            out=output[:tokens],
+            softmax_offset=self._sinks,
+            alibi_slopes=self._slopes,
+            **attn_metadata.call,
+            **self._options,
+            **descales,
+        )
         return output
 
 
-def _check_decoder(attn_type: str, kv_cache_dtype: str, backend: Any) -> None:
+def _check_decoder(attn_type: str, kv_cache_dtype: str, backend: type[AttentionBackend]) -> None:
     if attn_type != base.AttentionType.DECODER:
-        raise NotImplementedError(f"attn_type is {attn_type!r}; accepted: 'decoder'; use another attention backend")
+        refuse("attn_type", attn_type, "'decoder'", ANOTHER_BACKEND)
     if kv_cache_dtype not in backend.supported_kv_cache_dtypes:
-        accepted = ", ".join(backend.supported_kv_cache_dtypes)
-        raise NotImplementedError(f"kv_cache_dtype is {kv_cache_dtype!r}; accepted: {accepted}")
+        refuse("kv_cache_dtype", kv_cache_dtype, ", ".join(backend.supported_kv_cache_dtypes), "pass one of these")
 
 
 @dataclass
@@ -288,12 +305,12 @@ class FlexattnMlaDecode(MLACommonDecodeMetadata):  # type: ignore[misc]
 class FlexattnMlaMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
     """vLLM's builder for latent attention. A sequence that decodes may have several queries, and another number than the next."""
 
-    _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.UNIFORM_BATCH
-    query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
+    _cudagraph_support: ClassVar[base.AttentionCGSupport] = base.AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
-    def _build_decode(self, **step: Any) -> FlexattnMlaDecode:
-        lengths = super()._build_decode(**step)
-        return FlexattnMlaDecode(**vars(lengths), cu_seqlens_q=step["query_start_loc_device"], max_seqlen_q=step["max_query_len"])
+    def _build_decode(self, query_start_loc_device: Tensor, max_query_len: int, **step: object) -> FlexattnMlaDecode:
+        lengths = super()._build_decode(query_start_loc_device=query_start_loc_device, max_query_len=max_query_len, **step)
+        return FlexattnMlaDecode(**vars(lengths), cu_seqlens_q=query_start_loc_device, max_seqlen_q=max_query_len)
 
 
 class FlexattnMlaBackend(MLACommonBackend):  # type: ignore[misc]
@@ -321,7 +338,7 @@ class FlexattnMlaBackend(MLACommonBackend):  # type: ignore[misc]
         return FlexattnMlaMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[MultipleOf]:
         """Returns the page sizes that the kernels for sm_90 read fast."""
         return [base.MultipleOf(16)]
 
@@ -351,23 +368,23 @@ class FlexattnMlaImpl(MLACommonImpl):  # type: ignore[misc]
         kv_cache_dtype: str,
         logits_soft_cap: float | None,
         attn_type: str,
-        **sizes: Any,
+        **sizes: object,
     ) -> None:
         _check_decoder(attn_type, kv_cache_dtype, FlexattnMlaBackend)
         options = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window}
         for name, value in options.items():
             if value is not None:
-                raise NotImplementedError(f"{name} is {value} with latent attention; accepted: None")
+                refuse(name, value, "None with latent attention", ANOTHER_BACKEND)
         super().__init__(**options, kv_cache_dtype=kv_cache_dtype, logits_soft_cap=logits_soft_cap, attn_type=attn_type, **sizes)
         self.supports_quant_query_input = False
-        self._options: dict[str, Any] = {
-            "softmax_scale": self.scale,
-            "softcap": logits_soft_cap or 0.0,
-            "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
-        }
+        self._options = layer_options(self.scale, logits_soft_cap, None, bool(envs.VLLM_BATCH_INVARIANT))
 
     def forward_mqa(
-        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata, layer: Any
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: AttentionLayer,
     ) -> tuple[Tensor, None]:
         """Returns out [tokens, h, kv_lora_rank] of the sequences that decode, and None in place of lse.
 
@@ -378,17 +395,7 @@ class FlexattnMlaImpl(MLACommonImpl):  # type: ignore[misc]
             layer: vLLM's layer, which is not read: the cache has no scales.
         """
         latents = kv_c_and_k_pe_cache.unsqueeze(2)
-        decode: Any = attn_metadata.decode
-        out: Any = attention(
-            torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
-            latents,
-            latents[..., : self.kv_lora_rank],
-            qkv_format="thd_2bshd",
-            attn_mask_type=_MASK,
-            cu_seqlens_q=decode.cu_seqlens_q,
-            max_seqlen_q=decode.max_seqlen_q,
-            seqused_kv=decode.seq_lens,
-            page_table=decode.block_table,
-            **self._options,
-        )
-        return out, None
+        decode = attn_metadata.decode
+        call = batch_options(decode.cu_seqlens_q, decode.max_seqlen_q, decode.seq_lens, decode.block_table)
+        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        return attention(queries, latents, latents[..., : self.kv_lora_rank], **call, **self._options), None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,35 +23,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from flexattn.integrations import vllm as door
 from flexattn.integrations.vllm import FlexattnBackend, FlexattnImpl, FlexattnMetadataBuilder, FlexattnMlaBackend, FlexattnMlaImpl
-from flexattn.testing import check_close
+from tests.integrations.engine_reference import BATCHES, PAGES, Expected, page_tables, random_rows
 
 HEADS, HEADS_KV, D, PAGE = 4, 2, 32, 16
-PAGES = 24
-BATCHES = {  # (tokens before the step, new tokens) of each sequence
-    "prefill": [(0, 9), (0, 37)],
-    "chunked prefill": [(20, 13), (16, 16)],
-    "decode": [(0, 1), (41, 1), (15, 1)],
-    "mixed": [(41, 1), (0, 21), (3, 1), (18, 30)],
-}
-
-
-class Step(NamedTuple):
-    """A batch, its new rows, and the pages of its sequences before the step."""
-
-    metadata: CommonAttentionMetadata
-    table: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
 
 
 def _metadata(batch: Sequence[tuple[int, int]], padding: int = 0) -> CommonAttentionMetadata:
     """Returns vLLM's metadata. padding: tokens without a slot and sequences without tokens, as a captured graph has."""
-    generator = torch.Generator().manual_seed(0)
     before, new = (torch.tensor(x, dtype=torch.int32) for x in zip(*batch, *[(0, 0)] * padding, strict=True))
     starts = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int()
-    table = torch.randperm(PAGES - 1, generator=generator)[: len(batch) * 4].view(-1, 4).int() + 1
-    table = torch.cat((table, torch.zeros(padding, 4, dtype=torch.int32)))
+    table = torch.nn.functional.pad(page_tables(len(batch)), (0, 0, 0, padding))
     slots = [table[i, p // PAGE] * PAGE + p % PAGE for i, (b, n) in enumerate(batch) for p in range(b, b + n)]
     return CommonAttentionMetadata(
         query_start_loc=starts,
@@ -84,36 +65,11 @@ def _cache(dtype: torch.dtype, physical: str) -> Tensor:
 
 
 def _rows(tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(tokens, heads, D, generator=generator).to(dtype) for heads in (HEADS, HEADS_KV, HEADS_KV)]
+    return random_rows(tokens, (HEADS, HEADS_KV, HEADS_KV), D, dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> Tensor:
-    """Returns attention of the last queries of one sequence, in plain torch: [s, h, d], and for keys [s, 1 or h_kv, d]."""
-    window, sinks, softcap, slopes = (options.get(name) for name in ("sliding_window", "sinks", "logits_soft_cap", "alibi_slopes"))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if slopes is not None:
-        scores = scores - torch.tensor(slopes, dtype=q.dtype)[:, None, None] * distance
-    hidden = (distance < 0) | (distance >= (window or len(k)))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)), -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
-
-
-def _expected(x: CommonAttentionMetadata, q: Tensor, pages: tuple[Tensor, Tensor], scale: float, **options: Any) -> Tensor:
-    """Returns out of each token from the pages after the step: [pages, page_size, h_kv, d], in q's dtype."""
-    out = torch.zeros(*q.shape[:2], pages[1].shape[-1], dtype=q.dtype)
-    starts = x.query_start_loc.tolist()
-    for i, length in enumerate(x.seq_lens.tolist()):
-        k, v = (page[x.block_table_tensor[i].long()].flatten(0, 1)[:length] for page in pages)
-        rows = slice(starts[i], starts[i + 1])
-        out[rows] = _attend(q[rows], k, v, scale, **options)
-    return out
+def _expected(x: CommonAttentionMetadata) -> Expected:
+    return Expected(x.query_start_loc, x.seq_lens, x.block_table_tensor)
 
 
 def _stored(cache: Tensor, x: CommonAttentionMetadata, k: Tensor, v: Tensor) -> Tensor:
@@ -136,8 +92,17 @@ def _check(batch: str, dtype: torch.dtype, physical: str = "NHD", padding: int =
         assert impl.forward(SimpleNamespace(), q, k, v, cache, _builder(dtype).build(0, x), output) is output
     assert torch.equal(cache, after)
     pages = after.transpose(1, 2).split(D, -1)
-    ref, eager = (_expected(x, q.to(d), (pages[0].to(d), pages[1].to(d)), D**-0.5, **options) for d in (torch.float64, dtype))
-    check_close("out", output, ref, eager)
+    window = options.get("sliding_window")
+    _expected(x).check(
+        output,
+        q,
+        (pages[0], pages[1]),
+        D**-0.5,
+        keys_before=None if window is None else window - 1,
+        sinks=options.get("sinks"),
+        softcap=options.get("logits_soft_cap", 0.0),
+        slopes=options.get("alibi_slopes"),
+    )
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -183,8 +148,7 @@ def test_an_fp8_cache_is_scaled(name: str, dtype: torch.dtype, per_head: bool) -
         impl.forward(layer, q, k, v, cache, _builder(torch.uint8).build(0, x), output)
     assert torch.equal(cache, after.view(torch.uint8))
     pages = [t.float() * s for t, s in zip(after.transpose(1, 2).split(D, -1), column, strict=True)]
-    ref, eager = (_expected(x, q.to(d), (pages[0].to(d), pages[1].to(d)), D**-0.5) for d in (torch.float64, torch.bfloat16))
-    check_close("out", output, ref, eager)
+    _expected(x).check(output, q, (pages[0], pages[1]), D**-0.5)
 
 
 def test_a_layer_that_shares_its_cache_writes_nothing() -> None:
@@ -228,11 +192,7 @@ def test_sequences_of_latent_attention_decode_with_numbers_of_queries_of_their_o
     for query in (q, (q[..., :rank], q[..., rank:])):
         out, lse = impl.forward_mqa(query, cache, SimpleNamespace(decode=decode), SimpleNamespace())
         assert lse is None
-        ref, eager = (
-            _expected(x, q.to(d), (cache[:, :, None].to(d), cache[:, :, None, :rank].to(d)), 192**-0.5)
-            for d in (torch.float64, torch.bfloat16)
-        )
-        check_close("out", out, ref, eager)
+        _expected(x).check(out, q, (cache[:, :, None], cache[:, :, None, :rank]), 192**-0.5)
 
 
 def test_names_are_registered_once_and_reach_a_spawned_process() -> None:
@@ -292,7 +252,7 @@ def test_errors_name_the_argument() -> None:
             _latent_layer(3, 512, 64, **change)
     q, k, v = _rows(3, torch.float32)
     for name in ("output_scale", "output_block_scale"):
-        with pytest.raises(NotImplementedError, match=f"{name} is given"):
+        with pytest.raises(NotImplementedError, match=f"{name} is 'a tensor'; accepted: None"):
             FlexattnImpl(HEADS, D, 1.0, HEADS_KV).forward(
                 SimpleNamespace(), q, k, v, _cache(torch.float32, "NHD"), _builder().build(0, x), q, **{name: torch.ones(())}
             )

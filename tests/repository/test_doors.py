@@ -17,7 +17,7 @@ MIGRATE = (ROOT / "docs" / "migrate.md").read_text("utf-8")
 IMPORTS, OF_README = (re.findall(r"^\|[^|]*\| `((?:from|import) flexattn[^`]*)`", page, re.M) for page in (MIGRATE, README))
 MODULES = [f"flexattn.{name}" for name in re.findall(r"^\| \[`([\w.]+)`\]", DOORS, re.M)]
 ROWS = [line for line in DOORS.splitlines() if line.startswith("| [")]
-HELPERS = {"arguments"}  # parts of doors
+HELPERS = {"arguments", "engines"}  # parts of doors
 
 
 def source_of(module: str) -> Path:

@@ -21,7 +21,7 @@ PUBLIC = (
     ),
     "flexattn.testing",
 )
-INNER = ("flexattn.integrations.arguments",)  # parts of others
+INNER = ("flexattn.integrations.arguments", "flexattn.integrations.engines")  # parts of others
 
 
 def test_navigation_names_every_page_once(tracked_files: list[Path]) -> None:
