@@ -510,7 +510,8 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
             "--q 2,16384,16,128 --capability 8.0",
             [
                 "(mma.sync fused)",
-                "  not sm_90 fused or sm_90 fused 192 or sm_90 two-kernel or sm_90 wide two-kernel: compute capability 9.0 is needed",
+                "  not sm_90 fused or sm_90 fused 192 or sm_90 two-kernel or sm_90 wide two-kernel: "
+                "compute capability 9.0 is needed",
             ],
         ),
         (
