@@ -185,7 +185,8 @@ class DotProductAttention(te.DotProductAttention):
         if attention_mask is not None and "causal" not in mask_type:
             mask_type = "arbitrary"
         elif attention_mask is not None and self.window_size[0] == -1:
-            check_unread_mask(attention_mask, "causal_bottom_right", query.shape[fmt.index("s")], key.shape[fmt.index("s")])
+            b, h, sq = (query.shape[fmt.index(dim)] for dim in "bhs")
+            check_unread_mask(attention_mask, "causal_bottom_right", (b, h, sq, key.shape[fmt.index("s")]))
         out = super().forward(
             query,
             key,

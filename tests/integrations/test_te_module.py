@@ -665,6 +665,9 @@ WRONG = {
     "a mask that is not read": Wrong(
         {"attn_mask_type": "causal"}, {"attention_mask": torch.ones(3, 3).bool()}, ValueError, "'causal' shows and does not read"
     ),
+    "a mask that is not read, of another size": Wrong(
+        {"attn_mask_type": "causal"}, {"attention_mask": torch.zeros(3, 4).bool()}, ValueError, "broadcasts to"
+    ),
     "arbitrary without a mask": Wrong({"attn_mask_type": "arbitrary"}, {}, ValueError, "attention_mask is None"),
     "arbitrary of another size": Wrong(
         {"attn_mask_type": "arbitrary"}, {"attention_mask": torch.zeros(3, 4).bool()}, ValueError, "broadcasts to"

@@ -117,23 +117,26 @@ def lengths_of(attention_mask: object, batch: int, sizes: tuple[int, int]) -> tu
     return cumulative[0], cumulative[1]
 
 
-def check_unread_mask(attention_mask: object, attn_mask_type: str, sq: int, skv: int) -> None:
+def check_unread_mask(attention_mask: object, attn_mask_type: str, shape: tuple[int, int, int, int]) -> None:
     """Raises ValueError if the mask, which a type without padding does not read, hides a key that the type shows.
 
-    A bottom-right type aligns its diagonal to the last query and the last key. The values are read if that needs no wait: on a CPU,
-    and with FLEXATTN_CHECK=1. TransformerEngine ignores such a mask, and Megatron-Core passes one.
+    shape: (b, h, sq, skv), to which the mask must broadcast. A bottom-right type aligns its diagonal to the last query and the
+    last key. The values are read if that needs no wait: on a CPU, and with FLEXATTN_CHECK=1. TransformerEngine ignores such a mask,
+    and Megatron-Core passes one.
     """
     hint = "accepted: None, a mask of the same keys, or attn_mask_type 'arbitrary' with a mask that also hides later keys"
     if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool:
         raise ValueError(
             f"attention_mask is {describe(attention_mask)} with attn_mask_type {attn_mask_type!r}, which does not read it; {hint}"
         )
+    hidden = _four_dims(attention_mask, shape)
     if not are_values_read(attention_mask):
         return
+    sq, skv = shape[2:]
     is_seen = torch.ones(sq, skv, dtype=torch.bool, device=attention_mask.device)
     if "causal" in attn_mask_type:
         is_seen = is_seen.tril(skv - sq if "bottom_right" in attn_mask_type else 0)
-    if bool((attention_mask & is_seen).any()):
+    if bool((hidden & is_seen).any()):
         raise ValueError(f"attention_mask hides keys that attn_mask_type {attn_mask_type!r} shows and does not read it; {hint}")
 
 
@@ -147,15 +150,20 @@ def mask_mod_of(attention_mask: object, shape: tuple[int, int, int, int]) -> Cal
     Raises:
         ValueError, TypeError: if the mask has another dtype or shape.
     """
-    if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool or attention_mask.dim() > 4:
+    if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool:
         raise ValueError(f"attention_mask is {describe(attention_mask)}; accepted: a bool tensor that broadcasts to {shape}")
-    hidden = attention_mask.reshape((1,) * (4 - attention_mask.dim()) + tuple(attention_mask.shape))
-    spans = [size != 1 for size in hidden.shape]
-    if any(has != size and has != 1 for has, size in zip(hidden.shape, shape, strict=True)):
-        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; accepted: one that broadcasts to {shape}")
-    has_b, has_h, has_q, has_kv = spans
+    hidden = _four_dims(attention_mask, shape)
+    has_b, has_h, has_q, has_kv = (size != 1 for size in hidden.shape)
 
     def is_visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~hidden[b if has_b else 0, h if has_h else 0, q_idx if has_q else 0, kv_idx if has_kv else 0]
 
     return is_visible
+
+
+def _four_dims(attention_mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Returns the mask with four dims. Raises ValueError if it does not broadcast to the shape."""
+    sizes = (*(1,) * (4 - attention_mask.dim()), *attention_mask.shape)
+    if len(sizes) > 4 or any(has not in (size, 1) for has, size in zip(sizes, shape, strict=True)):
+        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; accepted: one that broadcasts to {shape}")
+    return attention_mask.reshape(sizes)
