@@ -120,9 +120,9 @@ def lengths_of(attention_mask: object, batch: int, sizes: tuple[int, int]) -> tu
 def check_unread_mask(attention_mask: object, attn_mask_type: str, shape: tuple[int, int, int, int]) -> None:
     """Raises ValueError if the mask, which a type without padding does not read, hides a key that the type shows.
 
-    shape: (b, h, sq, skv), to which the mask must broadcast. A bottom-right type aligns its diagonal to the last query and the last
-    key. The values are read if that needs no wait: on a CPU, and with FLEXATTN_CHECK=1. TransformerEngine ignores such a mask, and
-    Megatron-Core passes one.
+    shape: (b, h, sq, skv), to which the mask must broadcast. A bottom-right type aligns its diagonal to the last query and the
+    last key. The values are read if that needs no wait: on a CPU, and with FLEXATTN_CHECK=1. TransformerEngine ignores such a mask,
+    and Megatron-Core passes one.
     """
     hint = "accepted: None, a mask of the same keys, or attn_mask_type 'arbitrary' with a mask that also hides later keys"
     if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool:
