@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flexattn.integrations.te as te
 from flexattn.integrations.te.backend_selection import Environment, environment
-from flexattn.integrations.te.masks import check_unread_mask
+from flexattn.integrations.te.masks import check_unread_mask, masks_of, window_of
 from flexattn.validation import describe
 
 try:
@@ -184,9 +184,10 @@ class DotProductAttention(te.DotProductAttention):
             mask_type = "causal_bottom_right"  # Megatron decodes one token without a causal mask, and a window must apply
         if attention_mask is not None and "causal" not in mask_type:
             mask_type = "arbitrary"
-        elif attention_mask is not None and self.window_size[0] == -1:
+        elif attention_mask is not None:
             b, h, sq = (query.shape[fmt.index(dim)] for dim in "bhs")
-            check_unread_mask(attention_mask, "causal_bottom_right", (b, h, sq, key.shape[fmt.index("s")]))
+            masks = masks_of("causal_bottom_right", window_of("causal", self.window_size), None)
+            check_unread_mask(attention_mask, masks, (b, h, sq, key.shape[fmt.index("s")]))
         out = super().forward(
             query,
             key,

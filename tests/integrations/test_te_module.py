@@ -708,6 +708,18 @@ def test_a_wrong_argument_is_named(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("mask_type", "window", "shift"), [("causal", (1, 0), 0), ("causal_bottom_right", (0, 0), 1), ("no_mask", (1, 0), 1)]
+)
+def test_a_mask_of_the_keys_that_type_and_window_show(mask_type: str, window: tuple[int, int], shift: int) -> None:
+    module = te.DotProductAttention(HEADS, DIM, attn_mask_type=mask_type, window_size=window)
+    distance = torch.arange(3) - torch.arange(2)[:, None] - shift
+    hidden = (distance < -window[0]) | (distance > window[1])
+    assert module(Q[1:], Q, Q, attention_mask=hidden).equal(module(Q[1:], Q, Q))
+    with pytest.raises(ValueError, match="hides keys"):
+        module(Q[1:], Q, Q, attention_mask=hidden | (distance == 0))
+
+
 def test_environment_variables_choose_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     module = te.DotProductAttention(HEADS, DIM)
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")

@@ -315,7 +315,7 @@ class DotProductAttention(torch.nn.Module):
         elif mask_type == ARBITRARY:
             arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
         elif attention_mask is not None:
-            check_unread_mask(attention_mask, mask_type, _score_shape(q, k, fmt))
+            check_unread_mask(attention_mask, arguments, _score_shape(q, k, fmt))
         arguments |= _score_mod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         calls = [arguments] if policies is None else calls_of(policies, arguments)
         for call in calls:

@@ -7,7 +7,8 @@ utils.py`, and of DotProductAttention's documentation.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -117,13 +118,18 @@ def lengths_of(attention_mask: object, batch: int, sizes: tuple[int, int]) -> tu
     return cumulative[0], cumulative[1]
 
 
-def check_unread_mask(attention_mask: object, attn_mask_type: str, shape: tuple[int, int, int, int]) -> None:
-    """Raises ValueError if the mask, which a type without padding does not read, hides a key that the type shows.
+def check_unread_mask(attention_mask: object, masks: Mapping[str, object], shape: tuple[int, int, int, int]) -> None:
+    """Raises ValueError if the mask, which a type without padding does not read, hides a key that type and window show.
 
-    shape: (b, h, sq, skv), to which the mask must broadcast. A bottom-right type aligns its diagonal to the last query and the
-    last key. The values are read if that needs no wait: on a CPU, and with FLEXATTN_CHECK=1. TransformerEngine ignores such a mask,
-    and Megatron-Core passes one.
+    The values are read if that needs no wait: on a CPU, and with FLEXATTN_CHECK=1. TransformerEngine ignores such a mask, and
+    Megatron-Core passes one.
+
+    Args:
+        attention_mask: bool, True for a hidden pair, with up to four dims that broadcast to `shape`.
+        masks: the arguments of `masks_of`.
+        shape: (b, h, sq, skv).
     """
+    attn_mask_type, window = str(masks["attn_mask_type"]), cast("Window", masks["window_size"])
     hint = "accepted: None, a mask of the same keys, or attn_mask_type 'arbitrary' with a mask that also hides later keys"
     if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool:
         raise ValueError(
@@ -133,9 +139,12 @@ def check_unread_mask(attention_mask: object, attn_mask_type: str, shape: tuple[
     if not are_values_read(attention_mask):
         return
     sq, skv = shape[2:]
+    shift = skv - sq if "bottom_right" in attn_mask_type or masks["bottom_right_diagonal"] else 0
     is_seen = torch.ones(sq, skv, dtype=torch.bool, device=attention_mask.device)
-    if "causal" in attn_mask_type:
-        is_seen = is_seen.tril(skv - sq if "bottom_right" in attn_mask_type else 0)
+    if window[0] >= 0:
+        is_seen = is_seen.triu(shift - window[0])
+    if window[1] >= 0:
+        is_seen = is_seen.tril(shift + window[1])
     if bool((hidden & is_seen).any()):
         raise ValueError(f"attention_mask hides keys that attn_mask_type {attn_mask_type!r} shows and does not read it; {hint}")
 
