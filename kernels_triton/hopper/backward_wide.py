@@ -50,6 +50,7 @@ from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
+from flexattn.kernels_triton.hopper.products import zero_rows
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
@@ -212,11 +213,6 @@ def _add_part(s, tiles: WideTiles, n, part: gl.constexpr, is_last):
 
 
 @gluon.jit
-def _zeros(COLUMNS: gl.constexpr):
-    return gl.zeros([ROWS, COLUMNS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
-
-
-@gluon.jit
 def _add_block(sums, tiles: WideTiles, n, is_dv, CONSUMER: gl.constexpr):
     # Adds the n-th block's part of a gradient: dQ += dS K, dK += dS Q or dV += P dO
     slot = _slot(n, SCORES + CONSUMER)
@@ -245,9 +241,9 @@ def _store(sums, args: WideBackwardArguments, block: Block, is_dv, CONSUMER: gl.
 @gluon.jit
 def _multiply(args: WideBackwardArguments, tiles: WideTiles, block: Block, META: gl.constexpr):
     # Warpgroup 0. While warpgroup 1 computes ds, it multiplies the first part of the next block.
-    zeros = _zeros(tiles.s.shape[1])
+    zeros = zero_rows(tiles.s.shape[1])
     s = zeros
-    sums = _zeros(PART)
+    sums = zero_rows(PART)
     num_blocks = _num_blocks(args, block, META)
     if META.IS_DQ:
         is_dv: gl.constexpr = False
@@ -272,8 +268,8 @@ def _differentiate(args: WideBackwardArguments, tiles: WideTiles, block: Block, 
     IS_DQ: gl.constexpr = META.IS_DQ
     BLOCK: gl.constexpr = tiles.s.shape[1]
     DTYPE: gl.constexpr = tiles.ds.dtype
-    zeros = _zeros(BLOCK)
-    sums = _zeros(PART)
+    zeros = zero_rows(BLOCK)
+    sums = zero_rows(PART)
     LAYOUT: gl.constexpr = zeros.type.layout
     first_row, len_q = block.first_row, block.sequence.len_q
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
