@@ -209,7 +209,7 @@ def claim(*found: Record) -> str:
     speeds = {other: [s for cell in every if (s := cell.speed(other)) is not None] for other in (FLASH, FLEX, PORTABLE)}
     names = {FLASH: "PyTorch's FlashAttention-2", PORTABLE: "the portable kernels"}
     *first, last = (
-        f"beside {names.get(other, other)} in {sum(s > 1 for s in own)} of {len(own)}" for other, own in speeds.items() if own
+        f"than {names.get(other, other)} in {sum(s > 1 for s in own)} of {len(own)}" for other, own in speeds.items() if own
     )
     return f"As {found[0].device['name']}, the kernels for mma.sync are faster {', '.join(first)} and {last} cells."
 
