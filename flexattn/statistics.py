@@ -16,7 +16,7 @@ from flexattn.validation import FP8_DTYPES, check_flag, describe
 
 
 class AuxRequest(NamedTuple):
-    """The statistics that `attention` returns with return_aux, as FlexAttention's AuxRequest names the first and the third.
+    """The statistics that `attention` returns with return_aux. lse and max_scores are also in torch's AuxRequest for FlexAttention.
 
     The weights are those before dropout, with the share of a sink taken off. lse and max_logit come from the forward itself. Each
     other field needs a second pass over the scores, in memory that grows linearly with the tokens.
