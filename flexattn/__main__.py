@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from typing import NamedTuple
 
@@ -64,7 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         print(flexattn.__version__)  # noqa: T201
         return 0
     if name in COMMANDS:
-        status: int = importlib.import_module(COMMANDS[name].module).main(arguments)
+        try:
+            status: int = importlib.import_module(COMMANDS[name].module).main(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, such as `head`, has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+            return 1
         return status
     if not name:
         print(help_text(), file=sys.stderr)  # noqa: T201

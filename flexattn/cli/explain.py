@@ -55,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
             print(source(args))  # noqa: T201
         if args.picture is not None:
             draw(args)
+    except BrokenPipeError:
+        raise
     except (ImportError, OSError, TypeError, ValueError) as e:
         parser.error(str(e))
     except BackendError as e:

@@ -38,6 +38,15 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+def test_a_reader_that_ends_early_is_no_wrong_option(capsys, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert command_line.main(["explain", "--q", "1,64,4,64"]) == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_explain_describes_the_call_that_was_asked_about(capsys):
     question = ["--q", "2,4096,32,128", "--kv-heads", "8", "--mask", "causal", "--window", "128,0", "--capability", "9.0"]
     described = "bshd, bfloat16, 32 heads over 8, head dim 128, up to 4096 x 4096 tokens, causal, window (128, 0), cuda sm_90"
