@@ -31,8 +31,8 @@ def check_lists(q: Tensor, q_format: str, heads_kv: int, arguments: Arguments) -
     if shape not in (tokens, (*tokens, heads_kv)):
         names = "t_q" if q_format == "thd" else "b, sq"
         raise ValueError(
-            f"kv_indices has shape {tuple(indices.shape)}; accepted: [{names}, n] = {[*tokens, 'n']} or [{names}, h_kv, n] = "
-            f"{[*tokens, heads_kv, 'n']}. Pass kv_block_size for lists of blocks."
+            f"kv_indices has shape {tuple(indices.shape)}; accepted: [{names}, n] = {_shape(*tokens)} or [{names}, h_kv, n] = "
+            f"{_shape(*tokens, heads_kv)}. Pass kv_block_size for lists of blocks."
         )
     if counts is not None:
         _check_tensor("kv_index_counts", counts, q)
@@ -51,6 +51,11 @@ def _check_counts(counts: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"kv_index_counts has shape {tuple(counts.shape)}; accepted: {list(shape)}, kv_indices' shape without the last dim"
         )
+
+
+def _shape(*dims: int) -> str:
+    """Returns the text of a shape with n entries in each list."""
+    return f"[{', '.join(map(str, dims))}, n]"
 
 
 def _check_tensor(name: str, t: Any, q: Tensor) -> None:
@@ -85,7 +90,7 @@ def with_block_mask(
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads_kv) or shape[2] != rows:
         raise ValueError(
             f"kv_indices has shape {shape} with kv_block_size {(size_q, size_kv)}; accepted: [b, h_kv, query blocks, n] = "
-            f"{[batch, heads_kv, rows, 'n']}, in which b and h_kv may be 1"
+            f"{_shape(batch, heads_kv, rows)}, in which b and h_kv may be 1"
         )
     if counts is not None:
         _check_tensor("kv_index_counts", counts, q)

@@ -230,7 +230,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"fp8_recipe": fp8.Recipe(), "+": 1}, "kv_indices is given with q in FP8"),
     ({"kv_block_size": 24, "+": 1}, "kv_block_size is 24; accepted: a multiple of 16"),
     ({"kv_block_size": (1, 0), "+": 1}, "kv_block_size is (1, 0); accepted"),
-    ({"kv_block_size": 16, "+": 1}, "accepted: [b, h_kv, query blocks, n] = [2, 2, 1, 'n']"),
+    ({"kv_block_size": 16, "+": 1}, "accepted: [b, h_kv, query blocks, n] = [2, 2, 1, n]"),
 ]
 
 
