@@ -66,8 +66,7 @@ def _extremum(op: str) -> Callable[..., object]:
 FUNCTIONS |= {"maximum": _extremum("max"), "minimum": _extremum("min")}
 for _name in ("assume", "static_print", "device_print"):
     FUNCTIONS[_name] = lambda *_, **__: None
-for _name in ("multiple_of", "max_contiguous", "max_constancy"):
-    FUNCTIONS[_name] = lambda x, *_: x
+FUNCTIONS["max_contiguous"] = lambda x, *_: x
 for _name, _function in {
     **{name: getattr(np, name) for name in ("exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "floor", "ceil")},
     "sqrt_rn": np.sqrt,
@@ -75,6 +74,32 @@ for _name, _function in {
     "erf": np.vectorize(math.erf, otypes=[np.float32]),
 }.items():
     FUNCTIONS[_name] = lambda x, _function=_function: unary(_function, x)
+
+
+# Facts that the compiler believes, and that are wrong values on a GPU if they do not hold.
+
+
+@_emulates()
+def multiple_of(x: Operand, values: Sequence[object] | object) -> Operand:
+    if isinstance(x, Tensor):
+        for axis, n in enumerate(_counts(values)):
+            if (x.data.take(range(0, x.shape[axis], n), axis) % n).any():
+                raise GluonError(f"multiple_of: the first of {n} neighbours in dim {axis} is no multiple of {n}")
+    return x
+
+
+@_emulates()
+def max_constancy(x: Operand, values: Sequence[object] | object) -> Operand:
+    if isinstance(x, Tensor):
+        for axis, n in enumerate(_counts(values)):
+            size = x.shape[axis]
+            if (x.data != x.data.take([i // n * n for i in range(size)], axis)).any():
+                raise GluonError(f"max_constancy: {n} neighbours in dim {axis} differ")
+    return x
+
+
+def _counts(values: Sequence[object] | object) -> list[int]:
+    return [int(static(n, "a number of neighbours")) for n in (values if isinstance(values, Sequence) else [values])]
 
 
 # The grid.

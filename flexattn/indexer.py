@@ -20,7 +20,10 @@ from flexattn.function_context import FunctionContext
 from flexattn.prepare import prepare
 from flexattn.shorthands import in_full
 
-_REFUSED = ("bias", "alibi_slopes", "block_mask", "softmax_offset", "page_table", "score_mod", "fp8_recipe", "out", "return_aux")
+_REFUSED = (
+    *("bias", "alibi_slopes", "block_mask", "softmax_offset", "page_table", "score_mod", "fp8_recipe", "out"),
+    *("return_aux", "return_lse", "return_max_logit"),
+)
 
 
 class SelectedKeys(NamedTuple):
@@ -138,7 +141,8 @@ def _prepared(function: str, q: Tensor, k: Tensor, options: dict[str, object]) -
     if is_traced():
         raise RuntimeError(f"{function}() cannot be traced or compiled; call it outside of the compiled region")
     for name in _REFUSED:
-        if options.get(name) is not None:
+        value = options.get(name)
+        if value is not None and value is not False:
             raise ValueError(
                 f"{name} is given to {function}(); accepted: arguments for the format, masks, lengths and softmax_scale"
             )

@@ -96,7 +96,7 @@ def latent_attention(
         rows: uint8 [b, s, 1, 656], or with a page_table a pool [pages, page_size, 1, 656].
         kv_indices: lists of keys, as for `attention`.
         backend, return_lse, options: arguments of `attention`, which has the same defaults. FP8 recipes and descales have no
-            meaning here.
+            meaning here. return_max_logit and return_aux raise.
 
     Returns:
         out [.., h, 512], or OutLse(out, lse).
@@ -105,6 +105,9 @@ def latent_attention(
         ValueError, TypeError: arguments do not fit together, or q requires a gradient while gradients are recorded.
         BackendError: no backend can run the call. E4M3 needs compute capability 8.9 in kernels.
     """
+    for name in ("return_max_logit", "return_aux"):
+        if options.get(name):
+            raise ValueError(f"{name} is given to latent_attention(); accepted: return_lse")
     check_tensor("q", q, (torch.float16, torch.bfloat16), None)
     _check_rows(rows)
     if rows.device != q.device:

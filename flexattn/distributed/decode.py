@@ -19,6 +19,7 @@ NOT_TAKEN = {
     "dropout_p": "0, because decoding has no gradients",
     "alibi_slopes": "a score_mod with the position of this rank's first key",
     "return_max_logit": "False",
+    "return_aux": "None, because statistics of parts are not merged; return_lse gives lse",
     "out": "None, because the results of ranks are merged into a new tensor",
     "batch_invariant": "False, because results depend on how keys are split",
     "fp8_recipe": "16 bits or more",

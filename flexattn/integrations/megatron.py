@@ -163,7 +163,7 @@ class DotProductAttention(te.DotProductAttention):
         Args:
             query, key, value: [sq, b, h, d], [skv, b, h_kv, d] and [skv, b, h_kv, d_v]; [t, h, d] and so on if packed.
             attention_mask: bool, True for hidden keys, broadcastable to [b, h, sq, skv]. With a causal type it must hide what that
-                type hides, which is checked on a CPU and with FLEXATTN_CHECK=1.
+                type hides, which is checked on a CPU and with FLEXATTN_CHECK=1, but not with context parallelism.
             attn_mask_type: None: the constructor's.
             attention_bias: [b, h, sq, skv], added to the scaled scores; any dim may be 1. Differentiable.
             packed_seq_params: Megatron's `PackedSeqParams`, without an attention_mask.
@@ -184,7 +184,7 @@ class DotProductAttention(te.DotProductAttention):
             mask_type = "causal_bottom_right"  # Megatron decodes one token without a causal mask, and a window must apply
         if attention_mask is not None and "causal" not in mask_type:
             mask_type = "arbitrary"
-        elif attention_mask is not None:
+        elif attention_mask is not None and self._ranks is None:
             b, h, sq = (query.shape[fmt.index(dim)] for dim in "bhs")
             masks = masks_of("causal_bottom_right", window_of("causal", self.window_size), None)
             check_unread_mask(attention_mask, masks, (b, h, sq, key.shape[fmt.index("s")]))

@@ -69,11 +69,6 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def query_of_program(inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
-    return query_at(tl.program_id(0), inputs, lists, KV_BLOCK, META)
-
-
-@triton.jit
 def query_at(pid, inputs: Inputs, lists: KeyLists, KV_BLOCK: tl.constexpr, META: tl.constexpr):
     # Returns query number `pid`. Queries with the same list and keys have numbers next to each other.
     BLOCK_M: tl.constexpr = META.BLOCK_M

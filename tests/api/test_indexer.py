@@ -101,6 +101,7 @@ def test_errors_name_the_argument() -> None:
         ({"k": k.expand(-1, -1, 3, -1)}, "k has 3 heads; accepted: 1"),
         ({"weights": weights[..., :2]}, r"weights has shape \(2, 7, 2\); accepted: \[2, 7, 3\]"),
         ({"bias": torch.zeros(1)}, r"bias is given to select_keys\(\)"),
+        ({"return_lse": True}, r"return_lse is given to select_keys\(\)"),
     ):
         with pytest.raises(ValueError, match=text):
             select_keys(**{"q": q, "k": k, "weights": weights, "n": N, **options})

@@ -730,6 +730,7 @@ def test_arguments_of_decoding_are_refused_by_name() -> None:
     x = torch.zeros(1, 1, 2, 8)
     wrong: dict[str, dict[str, Any]] = {
         "dropout_p is given to attention_over_ranks": {"dropout_p": 0.5},
+        "return_aux is given to attention_over_ranks": {"return_aux": flexattn.AuxRequest(entropy=True)},
         "bias_type is 'alibi'": {"bias_type": "alibi"},
         "q requires a gradient, and decoding has none. Call it under torch.no_grad": {"q": x.clone().requires_grad_()},
     }

@@ -296,3 +296,15 @@ def test_descriptors_that_the_driver_refuses(block: tuple[int, int], strides: tu
     given = SimpleNamespace(base=torch.zeros(65536).bfloat16(), shape=[8, 64], strides=strides, block_shape=block, layout=layout)
     with pytest.raises(emulator.GluonError, match="a descriptor with"):
         emulator.launch(samples.tma_misuse, (1,), given, given, WHAT="")
+
+
+@pytest.mark.parametrize(
+    ("first", "equal", "says"), [(8, 8, ""), (4, 8, "multiple_of: the first of 8"), (8, 4, "max_constancy: 8")]
+)
+def test_facts_for_the_compiler_are_checked(first: int, equal: int, says: str) -> None:
+    out = torch.zeros(64, dtype=torch.int32)
+    report = emulator.launch(samples.facts, (1,), out, first, equal)
+    if says:
+        assert says in str(report)
+    else:
+        clean(report)

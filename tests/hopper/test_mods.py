@@ -201,12 +201,13 @@ def test_emulated_head_dims(dims: tuple[int, int]) -> None:
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
-    ("shape", "dim"), [((4, 1, 140, 150), 64), ((1, HEADS, 1, 150), 128), ((1, 1, 140, 1), 64), ((2, HEADS, 140, 150), 64)], ids=str
+    ("shape", "dim"), [((4, 1, 140, 152), 64), ((1, HEADS, 1, 150), 128), ((1, 1, 140, 1), 64), ((2, HEADS, 140, 150), 64)], ids=str
 )
 def test_emulated_biases(shape: tuple[int, ...], dim: int) -> None:
-    """A bias of two entries has four sequences, two to an entry."""
+    """A bias of two entries has four sequences, two to an entry. Rows of 152 elements are loaded in 16 bytes."""
     call = {"attn_mask_type": "padding", **_bias("pre_scale_bias" if shape[0] == 1 else "post_scale_bias", shape, "cpu")}
-    check_emulated(5, call, qkv_format="thd", gap=1, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
+    lengths = UNEVEN | {"lengths_kv": [max(150, shape[3]), 40, 70, 0]}
+    check_emulated(5, call, qkv_format="thd", gap=1, head_dim_qk=dim, head_dim_v=dim, **lengths)
 
 
 def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from flexattn.integrations.megatron import DotProductAttention, with_flexattn
-from flexattn.integrations.te import dot_product_attention
+from flexattn.integrations.te import context_parallel, dot_product_attention
 from tests.conftest import FreshPython
 from tests.support.megatron_models import build, causal_mask, config_of, losses, packed_of, run_on_a_cpu, start
 from tests.support.ranks import run_ranks
@@ -162,6 +162,14 @@ def test_dropout_uses_megatrons_tracker() -> None:
 def test_wrong_arguments(call: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         _module(DotProductAttention)(*_inputs(), **{"attention_mask": None} | call)
+
+
+def test_a_mask_of_a_rank_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = _module(DotProductAttention), _inputs()
+    module._ranks = context_parallel.Ranks(dist.group.WORLD, None, "p2p", 2)
+    monkeypatch.setattr(context_parallel, "attend", lambda ranks, arguments, q, k, v: (q, None))
+    mask = torch.ones(1, 1, S, 2 * S).bool()  # as Megatron cuts it: this rank's queries and all keys
+    assert module(*inputs, mask) is inputs[0]
 
 
 def test_an_unknown_field_of_packed_sequences() -> None:

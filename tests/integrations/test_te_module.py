@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
 from flexattn import attention_backend
 from flexattn.integrations import te
+from flexattn.integrations.te import context_parallel
 from flexattn.integrations.te.recipe import DelayedScaling, Float8CurrentScaling, Format, recipe_of
 
 BATCH, HEADS, DIM = 2, 4, 16
@@ -675,6 +677,12 @@ WRONG = {
     "thd, causal": Wrong(
         {"qkv_format": "thd"}, dict.fromkeys(("query_layer", "key_layer", "value_layer"), Q[:, 0]), ValueError, "cu_seqlens_q and"
     ),
+    "thd, causal, with a mask": Wrong(
+        {"qkv_format": "thd"},
+        {**dict.fromkeys(("query_layer", "key_layer", "value_layer"), Q[:, 0]), "attention_mask": torch.zeros(3, 3).bool()},
+        ValueError,
+        "attn_mask_type is 'causal' with thd",
+    ),
     "heads": Wrong({}, {"key_layer": Q[:, :, :2]}, ValueError, "key_layer is"),
     "layers": Wrong({}, {"value_layer": None}, ValueError, "accepted: query_layer, key_layer and value_layer"),
     "interleave": Wrong(
@@ -718,6 +726,14 @@ def test_a_mask_of_the_keys_that_type_and_window_show(mask_type: str, window: tu
     assert module(Q[1:], Q, Q, attention_mask=hidden).equal(module(Q[1:], Q, Q))
     with pytest.raises(ValueError, match="hides keys"):
         module(Q[1:], Q, Q, attention_mask=hidden | (distance == 0))
+
+
+def test_a_mask_of_a_rank_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A rank has its own queries and keys, and Megatron gives it the mask of its queries and all keys.
+    module = te.DotProductAttention(HEADS, DIM, attn_mask_type="causal")
+    module._ranks = context_parallel.Ranks(dist.GroupMember.WORLD, None, "p2p", 2)  # type: ignore[arg-type]
+    monkeypatch.setattr(context_parallel, "attend", lambda ranks, arguments, q, k, v: (q, None))
+    assert module(Q, Q, Q, attention_mask=torch.ones(1, 1, 3, 6).bool()) is Q
 
 
 def test_environment_variables_choose_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from flexattn import attention
+from flexattn import AuxRequest, attention, create_block_mask
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, request_for
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
@@ -35,3 +37,43 @@ def test_a_bias_is_loaded_for_the_layout_of_the_products(length: int, monkeypatc
         # A tile has 32 exponentials a thread. If the compiler chooses the load's layout for the statistics, it has them twice.
         assert loop["MUFU"] < 2 * 32
     assert not report.spill_store_bytes
+
+
+def check_fact(handle: Any, name: str, values: list[int]) -> None:
+    """Raises AssertionError if a kernel tells the compiler something about a tile that does not hold."""
+    data = handle.data
+    if data.ndim == 2:
+        rows = data.reshape(len(data), -1, values[1])
+        if name == "tt.constancy":
+            assert (rows == rows[..., :1]).all()
+        elif name == "tt.divisibility":
+            assert (rows[..., 0] % values[1] == 0).all()
+    seen.append(name)
+
+
+seen: list[str] = []
+DOCUMENTS = torch.tensor([0, 13, 61, 72], dtype=torch.int32)
+CALLS: dict[str, dict[str, Any]] = {
+    "a window": {"window_size": (21, 0)},
+    "blocks of 48": {
+        "block_mask": create_block_mask(lambda b, h, i, j: (i + j) % 5 != 2, None, None, 72, 72, "cpu", BLOCK_SIZE=48)
+    },
+    "pieces": {"attn_mask_type": "causal", "batch_invariant": True},
+    "lengths": {"attn_mask_type": "padding", "cu_seqlens_q": DOCUMENTS[:2] + 3, "cu_seqlens_kv": DOCUMENTS[:2] + 5},
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU Triton does not interpret calls on a CPU")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_load_of_a_bias_tells_the_compiler_the_truth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns begin at multiples of 8, and the masks of 8 columns are equal, whatever keys a tile has."""
+    from triton.runtime.interpreter import TensorHandle
+
+    monkeypatch.setattr(TensorHandle, "set_attr", check_fact)
+    seen.clear()
+    q, k, v = (torch.randn(1, 72, 1, 16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 1, 72, 72, requires_grad=True)
+    request = AuxRequest(entropy=True, column_sums=True)
+    out = attention(q, k, v, bias=bias, **CALLS[name], backend="triton", return_aux=request).out
+    out.square().sum().backward()
+    assert {"tt.constancy", "tt.divisibility"} <= {*seen}

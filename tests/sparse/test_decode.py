@@ -150,6 +150,8 @@ def test_what_rows_of_latents_refuse() -> None:
         ({"rows": given["rows"][..., :640]}, "656 bytes"),
         ({"q": given["q"].float()}, "q"),
         ({"q": given["q"].requires_grad_()}, "requires a gradient"),
+        ({"return_max_logit": True}, "return_max_logit is given"),
+        ({"return_aux": flexattn.AuxRequest(lse=True)}, "return_aux is given"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             flexattn.latent_attention(**{**given, **change})

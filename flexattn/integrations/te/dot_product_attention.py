@@ -225,7 +225,7 @@ class DotProductAttention(torch.nn.Module):
                 float16, bfloat16 or float32; or FP8 tensors with one scale each, outside of autograd.
             attention_mask: bool, True for hidden keys. With a padding type and no cu_seqlens: [b, 1, 1, s], or a pair of them.
                 With "arbitrary": broadcastable to [b, h, sq, skv]. Other types do not read it, and raise on a CPU or with
-                FLEXATTN_CHECK=1 if the mask hides a key that the type shows.
+                FLEXATTN_CHECK=1 if the mask hides a key that the type shows. With a cp_group the mask is not checked.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal, softcap: None: the constructor's value.
             cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], with a padding type.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only, the sequences' start offsets.
@@ -313,9 +313,9 @@ class DotProductAttention(torch.nn.Module):
             sizes = _sizes(q, k, fmt, 1 if self._ranks is None else self._ranks.size)
             arguments |= _length_arguments(lengths, attention_mask, sizes, fmt, pad_between_seqs)
         elif mask_type == ARBITRARY:
-            arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
-        elif attention_mask is not None:
-            check_unread_mask(attention_mask, arguments, _score_shape(q, k, fmt))
+            arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt, mask_type))
+        elif attention_mask is not None and self._ranks is None:
+            check_unread_mask(attention_mask, arguments, _score_shape(q, k, fmt, mask_type))
         arguments |= _score_mod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         calls = [arguments] if policies is None else calls_of(policies, arguments)
         for call in calls:
@@ -465,11 +465,11 @@ def _backend(allowed: Environment) -> str | None:
     return None if allowed.allows_fused else "eager"
 
 
-def _score_shape(q: Tensor, k: Tensor, fmt: str) -> tuple[int, int, int, int]:
+def _score_shape(q: Tensor, k: Tensor, fmt: str, mask_type: str) -> tuple[int, int, int, int]:
     """Returns (b, h, sq, skv) of dense q and k."""
     q_format, kv_format = parse_format(fmt)
     if "thd" in (q_format, kv_format):
-        raise ValueError(f"attn_mask_type is {ARBITRARY!r} with {fmt}; accepted: a type with padding in its name")
+        raise ValueError(f"attn_mask_type is {mask_type!r} with {fmt}; accepted: a type with padding in its name")
     b, h, sq = (q.shape[q_format.index(name)] for name in "bhs")
     return b, h, sq, k.shape[kv_format.index("s")]
 
