@@ -29,7 +29,8 @@ def warmup(
     rounded-up sizes; a dense format gets one for each of the first 8 shapes of a configuration, then shares them too. See
     docs/cudnn.md. Building a plan takes 0.3 to 0.5 s. If FLEXATTN_PLANS is set to a directory, plans are saved there, and the next
     process loads them in milliseconds. A kernel takes about a second. Kernels that are not on disk (in FLEXATTN_KERNELS) are
-    compiled in parallel processes; plans are built one after another.
+    compiled in parallel processes; plans are built one after another. The kernels of `return_aux`, tangents and second derivatives
+    are left to their first call.
 
     Args:
         calls: each call is a dict of `attention`'s arguments or an `AttentionSpec`. The tensors of a dict have the shapes, dtypes
