@@ -19,6 +19,7 @@ from flexattn.testing import (
     reference_attention,
     reference_gradients,
 )
+from tests.jax.arrays import normal
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
@@ -114,8 +115,7 @@ def test_arguments(arguments: dict[str, Any]) -> None:
 
 
 def qkv(*shape: int, count: int = 3, dtype: Any = np.float32) -> list[Any]:
-    keys = jax.random.split(jax.random.key(0), count)
-    return [jax.random.normal(key, shape or (2, 21, 4, 16)).astype(dtype) for key in keys]
+    return [normal(seed, *(shape or (2, 21, 4, 16))).astype(dtype) for seed in range(count)]
 
 
 def test_fp8_equals_torch() -> None:

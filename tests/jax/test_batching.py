@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.jax.arrays import normal
+
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
 
 N = 3
-
-
-def normal(seed: int, *shape: int) -> Any:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 CU = jnp.asarray([[0, 5, 9], [0, 1, 12], [0, 0, 12]], jnp.int32)

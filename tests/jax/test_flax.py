@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.jax.arrays import normal
+
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
 from flexattn.jax.flax import dot_product_attention  # noqa: E402
-
-
-def normal(seed: int, *shape: int) -> Any:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def plain(q: Any, k: Any, v: Any, bias: Any = 0.0, mask: Any = True) -> Any:

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 import flexattn
+from tests.jax.arrays import normal
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
-
-
-def normal(seed: int, *shape: int) -> Any:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 MASK = jax.random.bernoulli(jax.random.key(4), 0.7, (2, 1, 9, 11)).at[..., 0].set(True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flexattn import Window, fp8
+from tests.jax.arrays import normal
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
@@ -25,10 +26,6 @@ def mesh() -> Any:
     if len(jax.devices()) < 4:
         pytest.skip(f"JAX has {len(jax.devices())} devices, and the mesh needs four")
     return jax.make_mesh((4,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def normal(seed: int, *shape: int) -> Any:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def qkv(fmt: str = "bshd") -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import flexattn
+from tests.jax.arrays import normal
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
@@ -23,10 +24,6 @@ def mesh() -> Any:
     if len(jax.devices()) < 4:
         pytest.skip(f"JAX has {len(jax.devices())} devices, and the mesh needs four")
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
-def normal(seed: int, *shape: int) -> Any:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def qkv(h: int = 8, h_kv: int = 4, s: int = 24) -> dict[str, Any]:
