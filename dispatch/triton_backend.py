@@ -329,9 +329,11 @@ def _backward_call(
     needs_all = gradients.dbias is not None or bool(dcaptures) or spec.deterministic or is_portable
     problem, dout = replace(to_problem(spec, x), dout_is_to_come=quantises), as_bshd(_loadable(dout), spec.q_format)
     if spec.deterministic and spec.fp8 is None and x.q.element_size() == 2 and not (is_portable or spec.kv_lists):
+        from flexattn.kernels_triton.gluon.descriptors import readable
+
         # A hook for saved tensors may change the strides, and the kernels that repeat to the bit must not depend on them.
-        problem = replace(problem, q=_of_copy_engine(problem.q), k=_of_copy_engine(problem.k), v=_of_copy_engine(problem.v))
-        dout = _of_copy_engine(dout)
+        problem = replace(problem, q=readable(problem.q), k=readable(problem.k), v=readable(problem.v))
+        dout = readable(dout)
     return Backward(
         problem=_with_made_of_mods(problem, "backward" if needs_all else "one pass"),
         out=as_bshd(out, spec.q_format),
@@ -527,10 +529,3 @@ def _loadable(x: Tensor) -> Tensor:
     from flexattn.kernels_triton.common.problem import is_loadable
 
     return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _of_copy_engine(x: Tensor) -> Tensor:
-    """Returns x, or a contiguous copy if the copy engine (TMA) cannot read it."""
-    from flexattn.kernels_triton.gluon.descriptors import descriptor_error
-
-    return x if descriptor_error("x", x) is None else x.clone(memory_format=torch.contiguous_format)

@@ -83,6 +83,11 @@ def descriptor_error(name: str, x: Tensor) -> str | None:
     return None
 
 
+def readable(x: Tensor) -> Tensor:
+    """Returns x, or a contiguous copy if TMA cannot read it."""
+    return x if descriptor_error("x", x) is None else x.clone(memory_format=torch.contiguous_format)
+
+
 class Step(NamedTuple):
     """Distance between the batch elements of a tensor: `batch_steps`."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.gluon.conditions import KEYS
 from flexattn.kernels_triton.gluon.descales import Scale, scale_error, scales_of
-from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error
+from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error, readable
 from flexattn.kernels_triton.hopper.quantize import dequantize
 from flexattn.kernels_triton.runtime.device import capability_of
 
@@ -28,7 +28,7 @@ def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tup
     def copy(name: str, side: Literal["q", "kv"], t: Tensor, scale: Scale) -> Tensor:
         passed = copies.get(name)
         if passed is not None and passed.dtype is dtype:
-            return passed if descriptor_error(name, passed) is None else passed.clone(memory_format=torch.contiguous_format)
+            return readable(passed)
         return dequantize(x, side, t, scale, torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format))
 
     return copy("q", "q", x.q, scales[0]), copy("k", "kv", x.k, scales[1]), copy("dout", "q", dout, scales[3])
