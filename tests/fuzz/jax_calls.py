@@ -79,6 +79,7 @@ def draw(seed: int, where: Where) -> Plan:
         lengths_in="cu_seqlens",
         is_second_order=Random(f"{seed} of second order").random() < 0.2,
         mod_tensors="closure",
+        aux=(),
         results=Results(),
         layouts=collections.defaultdict(lambda: "plain"),
         hopper="auto",
