@@ -225,6 +225,7 @@ def test_what_auto_leaves_is_named_but_not_of_unseen_shapes(found: record.Record
     assert summary(found._replace(rows=[*found.rows, *own])).rows == summary(found).rows
 
 
+@pytest.mark.slow
 def test_the_page_has_the_run_if_there_is_one(found: record.Record) -> None:
     sources = page.sources()._replace(models=None)
     text = "\n".join(f"{page._begin(name)}\n{page.END}" for name in page.needed_blocks(sources))

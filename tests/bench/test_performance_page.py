@@ -106,6 +106,7 @@ def test_the_picture_is_what_the_command_makes_of_the_file(found: page.Sources) 
     assert picture.svg(found.main) == text_of("docs/speed.svg")
 
 
+@pytest.mark.slow
 def test_the_command_writes_page_plots_readme_and_picture(found: page.Sources, tmp_path: Path) -> None:
     old = {"performance.md": "docs/performance.md", "README.md": "README.md"}
     for name, path in old.items():
@@ -126,6 +127,7 @@ def claim(cells: dict[tuple[str, str], Cell]) -> str:
     )
 
 
+@pytest.mark.slow
 def test_claims_are_those_of_the_backend_that_auto_selects(cells: dict[tuple[str, str], Cell]) -> None:
     assert claim(cells) in text_of("README.md")
     assert claim(cells) in text_of("docs/performance.md")
@@ -144,6 +146,7 @@ def test_the_training_step_is_the_files() -> None:
     assert {row["status"] for row in rows if (row["model"], row["implementation"]) == ("gpt_oss", "sdpa")} == {"refused"}
 
 
+@pytest.mark.slow
 def test_each_row_of_implementations_is_computed(found: page.Sources, cells: dict[tuple[str, str], Cell]) -> None:
     run = record.read(RESULTS / page.MAIN)
     table = {row[0]: row[1:] for row in rows_of("implementations")}

@@ -89,6 +89,7 @@ def test_no_pick_loses_more_than_a_tie_in_a_cell(name: str) -> None:
     assert all(ratio <= known[cell] for cell, ratio in over.items())
 
 
+@pytest.mark.slow
 def test_what_loses_in_an_older_run_does_not_in_a_newer_one() -> None:
     found = {(r.workload, r.direction): r for r in regret.regrets(record.read(RESULTS / "standard_again_h200.json"))}
     for cell in itertools.chain(*OLDER.values()):

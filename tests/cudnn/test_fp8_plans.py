@@ -122,6 +122,7 @@ SUPPORTED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample("name")
 @pytest.mark.parametrize(
     ("direction", "name"), [(direction, name) for name, (directions, _) in SUPPORTED.items() for direction in directions]
 )
@@ -159,6 +160,7 @@ def call_of(sdpa: Sdpa) -> Fp8Call:
     )
 
 
+@pytest.mark.sample("name")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_agree_with_cudnns_own_answer(name: str, direction: str) -> None:

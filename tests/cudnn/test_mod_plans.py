@@ -41,12 +41,14 @@ def check(case: Case, shape: Shape, direction: Direction) -> None:
     assert plan.sdpa.mods is not None
 
 
+@pytest.mark.sample("name")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_mods(name: str, direction: Direction) -> None:
     check(CASES[name], SHAPES["dense"], direction)
 
 
+@pytest.mark.sample("call")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("call", [*SHAPES, *CALLS])
 def test_mods_with_the_rest(call: str, direction: Direction) -> None:

@@ -77,6 +77,7 @@ SUPPORTED = [
 ]
 
 
+@pytest.mark.sample("row")
 @pytest.mark.parametrize(("row", "direction"), SUPPORTED)
 def test_every_supported_row_builds(row: Row, direction: Direction) -> None:
     spec, operands = cudnn_call(row, direction)

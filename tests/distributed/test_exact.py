@@ -44,7 +44,7 @@ def test_calls_in_a_cuda_graph_read_nothing_on_the_host(forked_python: FreshPyth
     run_ranks(forked_python, tmp_path, "no_reads", 2)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_that_differ_or_do_not_come(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "faults", ranks)
 
@@ -56,8 +56,11 @@ def test_what_is_refused_and_what_is_read_as_it_is(forked_python: FreshPython, t
 @pytest.mark.parametrize(
     ("suite", "ranks"),
     [
-        *(pytest.param(*run, marks=pytest.mark.slow) for run in (("all_features", 2), ("drawn", 3), ("in_float32", 2))),
-        *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in (("all_features", 4), ("drawn", 2), ("drawn", 4))),
+        *(pytest.param(*run, marks=pytest.mark.slow) for run in (("all_features", 2), ("drawn", 3))),
+        *(
+            pytest.param(*run, marks=pytest.mark.exhaustive)
+            for run in (("all_features", 4), ("drawn", 2), ("drawn", 4), ("in_float32", 2))
+        ),
     ],
 )
 def test_every_strategy_in_every_layout(suite: str, ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
@@ -84,8 +87,9 @@ def test_fsdp_and_tensor_parallelism_on_the_same_mesh(forked_python: FreshPython
     run_ranks(forked_python, tmp_path, "on_one_mesh", 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["auto", "ring"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("auto", marks=pytest.mark.slow), pytest.param("ring", marks=pytest.mark.exhaustive)]
+)
 def test_training_on_packed_documents_has_the_same_losses_on_any_number_of_ranks(
     strategy: str, forked_python: FreshPython, tmp_path: Path
 ) -> None:
@@ -100,7 +104,6 @@ def test_training_on_packed_documents_has_the_same_losses_on_any_number_of_ranks
     assert shown[-1] < shown[0] - 0.3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_exchanges_by_memory_that_ranks_share(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "by_shared_memory", ranks, {"TRITON_INTERPRET": "1", "RANKS_BACKEND": "eager"})

@@ -25,7 +25,7 @@ from tests.fuzz.config import draw_config
 from tests.fuzz.oracle import philox
 from tests.support.guarded_memory import Allocations, Block, Layout, guarded_allocations
 
-CALLS = {"eager": 20, "triton": 2}  # of so many configurations; in the interpreter a call takes a third of a second
+CALLS = {"eager": 10, "triton": 1}  # of so many configurations; in the interpreter a call takes a third of a second
 SECONDS = [pytest.param(2, marks=pytest.mark.slow), pytest.param(600, marks=pytest.mark.exhaustive)]
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "triton"])
 ENOUGH = 150  # drawn calls, among which each fault shows

@@ -277,7 +277,7 @@ GRID = [
 ]
 
 
-@pytest.mark.sample("layout", "mask", "bias", "softmax")
+@pytest.mark.sample("layout", "mask", "bias", "softmax", values=True)
 @pytest.mark.parametrize(("layout", "mask", "bias", "softmax"), GRID)
 def test_layouts_masks_biases_and_softmaxes(layout: str, mask: str, bias: str, softmax: str) -> None:
     run(Case(layout=layout, mask=mask, bias=bias, softmax=softmax))

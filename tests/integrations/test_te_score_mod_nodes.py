@@ -171,6 +171,7 @@ def test_every_node_takes_what_changes_nothing(keyword: str) -> None:
 EVERY = sorted(NODES)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")  # because it names the nodes by text
 @pytest.mark.parametrize("first", range(0, len(EVERY), 15))
 def test_every_node_is_recorded_and_runs(first: int, device: str) -> None:

@@ -127,6 +127,7 @@ def test_every_argument_is_read_or_has_a_reason(door: Path) -> None:
     assert [f.name for f in functions if drops_keywords(f)] == [], "check the other keywords, or name those that are read"
 
 
+@pytest.mark.slow
 def test_every_reason_is_still_needed() -> None:
     found: set[str] = set()
     for door in DOORS:

@@ -97,6 +97,7 @@ print(*torch_s, "/", *sorted({*sys.modules} - torch_s), "/", *sorted({
 """
 
 
+@pytest.mark.slow
 def test_import_flexattn_imports_no_backend_and_adds_little_to_torch(fresh_python: FreshPython) -> None:
     """Counts modules, because a time would depend on the machine. The limit is torch's modules, a few more, and few of ours.
 

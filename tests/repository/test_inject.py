@@ -88,6 +88,7 @@ KERNEL_FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "fault"), [pytest.param(*faults, id=name) for *faults, name in KERNEL_FAULTS])
 def test_fault_of_a_kernel_can_be_injected(module: ModuleType, fault: Fault) -> None:
     """Also the faults that only slow tests find: if you rename a call or a barrier, this test names the faults to update."""

@@ -82,6 +82,7 @@ def test_wheel_holds_every_source_file_under_flexattn(wheel: Path, tracked_files
     assert zipfile.ZipFile(wheel).read(f"{about}top_level.txt").decode().split() == ["flexattn"]
 
 
+@pytest.mark.slow
 def test_sdist_holds_every_file_but_links(sdist: Path, tracked_files: list[Path]) -> None:
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive if not member.isdir()}
@@ -89,6 +90,7 @@ def test_sdist_holds_every_file_but_links(sdist: Path, tracked_files: list[Path]
     assert names - made == {path.as_posix() for path in tracked_files if not (ROOT / path).is_symlink()}
 
 
+@pytest.mark.slow
 def test_metadata_names_licence_python_and_addresses(metadata: str) -> None:
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "\nRequires-Python: >=3.10\n" in metadata
@@ -193,6 +195,7 @@ def test_users_own_modules_do_not_break_an_installed_flexattn(wheel: Path, tmp_p
     assert ran.stdout == "torch.Size([1, 5, 2, 8])\n"
 
 
+@pytest.mark.slow
 def test_no_file_names_a_path_of_somebodys_machine(tracked_files: list[Path]) -> None:
     found = []
     for path in tracked_files:

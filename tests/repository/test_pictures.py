@@ -35,6 +35,7 @@ def test_picture_is_drawn_by_its_example(example: pictures.Example) -> None:
     assert changed(pictures.draw(example.code), png) < MOST_CHANGED
 
 
+@pytest.mark.slow
 def test_a_picture_of_another_mask_is_noticed() -> None:
     example = next(example for example in EXAMPLES if example.picture.stem == "causal_window")
     assert "(12, 0)" in example.code

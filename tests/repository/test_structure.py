@@ -27,6 +27,7 @@ def test_device_functions_take_few_arguments_by_name() -> None:
     assert [x.name for x in functions if structure.parameters(x) > structure.MOST_PARAMETERS or any(structure.unpackings(x))] == []
 
 
+@pytest.mark.slow
 def test_docstrings_name_their_subject() -> None:
     assert {module.name: found for module in modules() if (found := [*structure.unclear_docstrings(module)])} == {}
 

@@ -111,6 +111,7 @@ def test_lines_of_functions_without_types_are_not_checked(tmp_path: Path) -> Non
 NOT_PARSED = r"(?!)"  # a pattern that no text has
 
 
+@pytest.mark.slow
 def test_mypy_checks_every_function_that_is_not_device_code() -> None:
     source = [module for module in structure.modules(targets.ROOT, NOT_PARSED) if module.path.parts[0] != "tests"]
     assert [module.name for module in source if targets.is_unchecked(module, targets.ROOT)] == []

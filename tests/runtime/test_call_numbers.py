@@ -84,7 +84,7 @@ def test_choices_are_all_that_host_code_asks_of_a_number() -> None:
 
 def values(node: ast.expr) -> list[ast.expr]:
     """Returns the expressions of an argument that is passed unchanged."""
-    is_float = isinstance(node, ast.Call) and ast.unparse(node.func) == "float"
+    is_float = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "float"
     return [node, *node.args] if isinstance(node, ast.Call) and is_float else [node]
 
 
