@@ -104,6 +104,7 @@ def test_training_on_packed_documents_has_the_same_losses_on_any_number_of_ranks
     assert shown[-1] < shown[0] - 0.3
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_exchanges_by_memory_that_ranks_share(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "by_shared_memory", ranks, {"TRITON_INTERPRET": "1", "RANKS_BACKEND": "eager"})
