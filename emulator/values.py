@@ -330,16 +330,15 @@ def binary(op: str, a: Operand, b: Operand) -> Operand:
     """Returns `a op b` of Python numbers, Scalars and Tensors, rounded to the result's dtype. Integers divide as in C."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return _binary_of_tensors(op, a, b)
-    a_is_scalar, b_is_scalar = isinstance(a, Scalar), isinstance(b, Scalar)
-    if not a_is_scalar and not b_is_scalar:
+    if not isinstance(a, Scalar) and not isinstance(b, Scalar):
         return _ON_NUMBERS[op](a, b)
-    if not (isinstance(a, _NUMBERS) and isinstance(b, _NUMBERS)):
+    if not all(isinstance(x, _NUMBERS) for x in (a, b)):
         return NotImplemented
-    result = _ON_NUMBERS[op](a.value if a_is_scalar else a, b.value if b_is_scalar else b)
+    result = _ON_NUMBERS[op](a.value if isinstance(a, Scalar) else a, b.value if isinstance(b, Scalar) else b)
     if op in COMPARISONS:
         return Scalar(result, tl.int1)
-    a_dtype = a.dtype if a_is_scalar else constant_dtype(a, b.dtype)
-    b_dtype = b.dtype if b_is_scalar else constant_dtype(b, a.dtype)
+    a_dtype = a.dtype if isinstance(a, Scalar) else constant_dtype(a, b.dtype)
+    b_dtype = b.dtype if isinstance(b, Scalar) else constant_dtype(b, a.dtype)
     return Scalar(result, _result_dtype(op, a_dtype, b_dtype))
 
 

@@ -78,7 +78,7 @@ def _check() -> Check:
 
 
 test_formats_and_bands = formats_and_bands(values=True)
-test_windows_beside_the_diagonal = windows_beside_the_diagonal(values=True)
+test_windows_beside_the_diagonal = windows_beside_the_diagonal()
 test_mods_and_biases = mods_and_biases([128])
 
 

@@ -152,6 +152,7 @@ def check_persistent(seed: int, call: dict[str, Any], name: str = "persistent", 
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
@@ -165,6 +166,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
     check_persistent(seed, call, qkv_format=fmt, gap=3, padding=True, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
@@ -197,6 +199,7 @@ def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monk
         check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("variant", ["short", "short, converting"])
@@ -206,6 +209,7 @@ def test_short_calls_without_a_mask(seed: int, variant: str) -> None:
     check_persistent(seed, {}, variant, lengths_q=[200] * 2, lengths_kv=[330] * 2, num_heads=2, num_heads_kv=2)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("sq", [150, 64])
@@ -279,7 +283,8 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.slow
+@pytest.mark.sample("bottom_right")
 @without_gpu
 @pytest.mark.parametrize("bottom_right", [True, False])
 @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
@@ -300,6 +305,7 @@ def test_three_heads_that_share_a_tile() -> None:
             assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128])
@@ -324,6 +330,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
     check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
@@ -475,15 +482,23 @@ def test_a_part_that_does_not_wait_for_its_sums_is_found(seed: int, tmp_path: Pa
         run(seed, {"attn_mask_type": "no_mask"}, kernels, ("converting",), **inputs)
 
 
-@pytest.mark.slow
+PLAYED_IN_CI = ("forward", "fused-192", "fp8-dq", "sm_100-fused")
+
+
 @without_gpu
-def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    for kernel in KERNELS_PLAYED:
-        shape = "deepseek-v3-s4096" if kernel == "fused-192" else "gpt-oss-window-s8192"
-        assert play.main([kernel, "--emulate", "--shape", shape, "--seeds", "2"]) == 0
-        said = capsys.readouterr().out
-        assert f"{KERNELS_PLAYED[kernel]} on " in said
-        assert said.rstrip().endswith("clean")
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(name, marks=pytest.mark.slow if name in PLAYED_IN_CI else pytest.mark.exhaustive) for name in KERNELS_PLAYED],
+)
+def test_play_emulates_a_kernel(kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "deepseek-v3-s4096" if kernel == "fused-192" else "gpt-oss-window-s8192"
+    assert play.main([kernel, "--emulate", "--shape", shape, "--seeds", "2"]) == 0
+    said = capsys.readouterr().out
+    assert f"{KERNELS_PLAYED[kernel]} on " in said
+    assert said.rstrip().endswith("clean")
+
+
+def test_play_refuses_shapes_that_a_kernel_does_not_take() -> None:
     with pytest.raises(SystemExit):
         play.main(["fused", "--emulate", "--shape", "sweep-d256-causal-s512"])
     with pytest.raises(SystemExit):

@@ -226,7 +226,7 @@ def check_forward(seed: int, *args: Any, **inputs: Any) -> None:
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 64), (96, 96), (136, 152), (160, 160), (168, 192)], ids=str)
 @pytest.mark.parametrize("fp32", [False, True])
@@ -293,6 +293,7 @@ def test_backward_emulated(name: str, narrower: int) -> None:
     check_backward(seed + 1, {"attn_mask_type": "causal"}, dims, tile, **DENSE)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", ["d80", "d80_persistent"])

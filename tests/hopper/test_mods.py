@@ -179,6 +179,7 @@ def test_emulated(name: str) -> None:
     check_emulated(seed, {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}, qkv_format="thd", gap=3, **UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
@@ -273,6 +274,7 @@ def large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> d
     return {"attn_mask_type": "padding", "mods": grows, "blocks": lists}
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)

@@ -80,7 +80,7 @@ def _check() -> Check:
 
 
 test_formats_and_bands = formats_and_bands(values=True)
-test_windows_beside_the_diagonal = windows_beside_the_diagonal(values=True)
+test_windows_beside_the_diagonal = windows_beside_the_diagonal()
 test_mods_and_biases = mods_and_biases([128])
 
 
@@ -111,6 +111,7 @@ def test_head_dims_and_sinks(dims: tuple[int, int], capability: int) -> None:
     check(seed, call, capability=capability, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
