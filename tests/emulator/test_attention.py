@@ -266,6 +266,7 @@ def test_fault_of_the_backward_is_found(fault: str, seeds: Any, tmp_path: Path) 
     check_found([emulated.backward(kernels, case, seed)[0] for seed in seeds], wanted)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("fault", WRONG_NUMBERS)
 def test_wrong_numbers_are_wrong(fault: str, tmp_path: Path) -> None:
     kernels, case = with_faults(WRONG_NUMBERS[fault], tmp_path), emulated.problem(**SMALL_BACKWARD)

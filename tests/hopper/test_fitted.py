@@ -239,6 +239,7 @@ def test_forward_emulated(dims: tuple[int, int], fp32: bool) -> None:
     check_forward(seed + 3, {}, dims, lengths_q=[140], lengths_kv=[600], num_heads=1, num_heads_kv=1, splits=2)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def check_backward(seed: int, *args: Any, **inputs: Any) -> None:
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("name", HOPPER_FUSED_FITTED)
 @pytest.mark.parametrize("narrower", [0, 8])

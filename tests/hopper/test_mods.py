@@ -254,6 +254,7 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pyt
     check_emulated(3, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", BLOCK_MASKS)
