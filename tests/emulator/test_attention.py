@@ -86,7 +86,7 @@ def test_ragged_lengths(length: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("block_n", "stages", "programs")
 @pytest.mark.parametrize(("block_n", "stages"), [(32, 1), (32, 3), (64, 1), (128, 2)])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_tiles(block_n: int, stages: int, programs: int) -> None:
@@ -278,7 +278,7 @@ def test_wrong_numbers_are_wrong(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("edit")
 @pytest.mark.parametrize("edit", BENIGN_FORWARD)
 def test_legal_change_of_the_forward_is_none(edit: str, tmp_path: Path) -> None:
     kernels = with_faults(BENIGN_FORWARD[edit], tmp_path)
@@ -287,7 +287,7 @@ def test_legal_change_of_the_forward_is_none(edit: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("edit")
 @pytest.mark.parametrize("edit", BENIGN_BACKWARD)
 def test_legal_change_of_the_backward_is_none(edit: str, tmp_path: Path) -> None:
     kernels = with_faults(BENIGN_BACKWARD[edit], tmp_path)

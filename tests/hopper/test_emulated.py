@@ -200,7 +200,7 @@ def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monk
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=True)
+@pytest.mark.sample("seed", "variant")
 @without_gpu
 @pytest.mark.parametrize("variant", ["short", "short, converting"])
 @pytest.mark.parametrize("seed", [1, 5])
@@ -210,7 +210,7 @@ def test_short_calls_without_a_mask(seed: int, variant: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("sq")
 @without_gpu
 @pytest.mark.parametrize("sq", [150, 64])
 def test_persistent_programs_of_odd_numbers_of_iterations(sq: int) -> None:
@@ -284,7 +284,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample("bottom_right")
+@pytest.mark.sample("window", "bottom_right")
 @without_gpu
 @pytest.mark.parametrize("bottom_right", [True, False])
 @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
@@ -306,7 +306,7 @@ def test_three_heads_that_share_a_tile() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("dim")
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_slots_in_reverse(dim: int) -> None:

@@ -240,7 +240,7 @@ def test_forward_emulated(dims: tuple[int, int], fp32: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("dim", "call")
 @without_gpu
 @pytest.mark.parametrize(
     "call", [{"softcap": 3.0}, {"dropout_p": 0.0, "return_max_logit": False, "window_size": (60, 20)}], ids=str
@@ -295,7 +295,7 @@ def test_backward_emulated(name: str, narrower: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("name", "fmt")
 @without_gpu
 @pytest.mark.parametrize("name", ["d80", "d80_persistent"])
 @pytest.mark.parametrize("fmt", ["sbhd", "bhsd"])

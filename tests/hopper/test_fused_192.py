@@ -189,7 +189,7 @@ def test_dense_calls_emulated(seed: int, mask: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("name")
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("name", WALKS)

@@ -276,7 +276,7 @@ def large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> d
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("dims")
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
 def test_emulated_large_scores_past_the_end(dims: tuple[int, int]) -> None:

@@ -182,7 +182,7 @@ def test_emulated(name: str, dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("name")
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("name", CALLS)

@@ -44,7 +44,7 @@ def assert_found(seeds: Sequence[int], run: Callable[[int], Sequence[emulator.Re
         assert kinds - harmless, f"not found on seed {seed}: {reports}"
 
 
-# --- Tests of forwards and backwards. sample: the options of the mark `sample`.
+# --- Tests of forwards and backwards. sample: the arguments of the mark `sample`.
 
 
 def formats_and_bands(**sample: bool) -> Callable[..., None]:
@@ -61,9 +61,9 @@ def formats_and_bands(**sample: bool) -> Callable[..., None]:
     return test
 
 
-def windows_beside_the_diagonal() -> Callable[..., None]:
+def windows_beside_the_diagonal(*sample: str) -> Callable[..., None]:
     @pytest.mark.slow
-    @pytest.mark.sample("bottom_right")
+    @pytest.mark.sample(*sample)
     @without_gpu
     @pytest.mark.parametrize("bottom_right", [True, False])
     @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
@@ -107,7 +107,7 @@ def test_rows_whose_maximum_rises_by_much(check: Check) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample("shape")
 @without_gpu
 @pytest.mark.parametrize("shape", [(1, 1), (2, 4)], ids=str)
 def test_post_scale_bias(check: Check, shape: tuple[int, int]) -> None:
