@@ -307,6 +307,8 @@ def promote(a: DType, b: DType) -> DType:
 
 def constant_dtype(constant: object, other: DType) -> DType:
     """Returns the dtype of a Python number in an operation with a run-time value of dtype `other`."""
+    if type(constant) is int and other.name == "int32" and -(2**31) <= constant < 2**31:
+        return other  # most constants are in offsets
     if isinstance(constant, bool):
         return promote(tl.int1, other)
     if isinstance(constant, int):

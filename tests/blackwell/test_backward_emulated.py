@@ -204,6 +204,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)

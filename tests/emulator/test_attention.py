@@ -257,6 +257,7 @@ def test_fault_of_the_forward_is_found(fault: str, seeds: Any, tmp_path: Path) -
     check_found([emulated.forward(kernels, case, seed, programs=2, block_n=32)[0] for seed in seeds], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("fault", BACKWARD_FAULTS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
@@ -266,7 +267,8 @@ def test_fault_of_the_backward_is_found(fault: str, seeds: Any, tmp_path: Path) 
     check_found([emulated.backward(kernels, case, seed)[0] for seed in seeds], wanted)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("fault")
 @pytest.mark.parametrize("fault", WRONG_NUMBERS)
 def test_wrong_numbers_are_wrong(fault: str, tmp_path: Path) -> None:
     kernels, case = with_faults(WRONG_NUMBERS[fault], tmp_path), emulated.problem(**SMALL_BACKWARD)

@@ -122,7 +122,8 @@ def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("band")
 @without_gpu
 @pytest.mark.parametrize("band", BANDS[1:3], ids=str)
 def test_a_program_for_each_tile(band: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -509,6 +509,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_OF_THE_BACKWARD)

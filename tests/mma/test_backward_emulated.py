@@ -198,6 +198,7 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
