@@ -79,6 +79,7 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
     """Within this context, Gluon launches of these modules run in the emulator. The reports, by kernel, fill up."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
+    from flexattn.kernels_triton.common import preprocess, tile_schedule, tiles
     from flexattn.kernels_triton.runtime.launch import flat_arguments, launch
 
     emulator = the_emulator()
@@ -92,6 +93,9 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
             reports[kernel.__name__] = emulator.launch(kernel, (programs,), *flat, num_warps=tile.num_warps, seed=seed)
 
     with ExitStack() as stack:
+        # The kernels beside Gluon's run in the interpreter, where each program takes milliseconds: few programs do all their work.
+        stack.enter_context(mock.patch.multiple(tile_schedule, _PARTS=1, _MOST_PROGRAMS=1))
+        stack.enter_context(mock.patch.object(preprocess, "PREPROCESS", tiles.PREPROCESS._replace(block_m=128)))
         for module in modules:
             launchers = [getattr(module, name).__globals__ for name in ("launch_forward", "launch_fused") if hasattr(module, name)]
             for names in launchers or [vars(module)]:

@@ -159,7 +159,7 @@ class Cta(Scheduler):
         If there is a race, the simulated memory decides the value that is read.
         """
         partition = self.current
-        access = Access(actor, time, generic, partition.name, what, current_site())
+        access = Access(actor, time, generic, partition.name, what, self.current.site)
         misses = False
         for earlier, was_write in view.allocation.history.add(view.region, access, write):
             if not partition.knowledge.knows(earlier):
@@ -278,7 +278,7 @@ class Cta(Scheduler):
         target.data[...] = poison(target.dtype)
         target.written[...] = False
         barrier.in_flight += descriptor.nbytes
-        self.in_flight.append(TmaLoad(self.current, descriptor, place, barrier, target, current_site(), self.rng))
+        self.in_flight.append(TmaLoad(self.current, descriptor, place, barrier, target, self.current.site, self.rng))
 
     def tma_store(self, descriptor: Descriptor, coord: Sequence[Operand], source: SharedView, reduction: str | None) -> None:
         self.step()
@@ -287,7 +287,7 @@ class Cta(Scheduler):
         stores.issued += 1
         misses = self._access(source, what, stores.actor, stores.issued, write=False, generic=False)
         self._check_written(source, f"a {what}")
-        store = TmaStore(stores.issued, self.current, self.number, descriptor, place, source, reduction, misses, current_site())
+        store = TmaStore(stores.issued, self.current, self.number, descriptor, place, source, reduction, misses, self.current.site)
         stores.pending.append(store)
         self.in_flight.append(store)
 
@@ -317,7 +317,7 @@ class Cta(Scheduler):
         self._access(target, "cp.async", copies.actor, copies.issued + 1, write=True, generic=True)
         target.data[...] = poison(target.dtype)
         target.written[...] = False
-        copy = AsyncCopy(copies.issued + 1, target, source.data, offset, active, current_site())
+        copy = AsyncCopy(copies.issued + 1, target, source.data, offset, active, self.current.site)
         copies.pending.append(copy)
         self.in_flight.append(copy)
 
@@ -349,7 +349,7 @@ class Cta(Scheduler):
             if isinstance(operand, SharedView):
                 misses |= self._access(operand, "wgmma operand", queue.actor, queue.issued, write=False, generic=False)
                 self._check_written(operand, "wgmma")
-        operation = Wgmma(queue.issued, a, b, accumulator, bool(use_accumulator), misses, current_site())
+        operation = Wgmma(queue.issued, a, b, accumulator, bool(use_accumulator), misses, self.current.site)
         queue.pending.append(operation)
         self.report.wgmmas += 1
         if is_async:
@@ -451,14 +451,14 @@ class Cta(Scheduler):
         self._access_tensor(accumulator, "product's sum", queue.actor, queue.issued, write=True)
         if adds and not accumulator.is_written and not self._writes(accumulator):
             self.find("uninitialised-read", f"a product is added to {accumulator!r}, part of which nothing wrote")
-        self._issue(Product(queue.issued, a, b, accumulator, adds, misses, current_site()))
+        self._issue(Product(queue.issued, a, b, accumulator, adds, misses, self.current.site))
         self.report.products += 1
 
     def tcgen05_commit(self, view: SharedView) -> None:
         self.step()
         barrier, partition = self._barrier(view, "commit"), self.current
         partition.products.issued += 1
-        self._issue(Commit(partition.products.issued, partition, partition.products.actor, barrier, current_site()))
+        self._issue(Commit(partition.products.issued, partition, partition.products.actor, barrier, self.current.site))
 
     def _issue(self, operation: Product | Commit) -> None:
         queue = self.current.products
@@ -472,7 +472,7 @@ class Cta(Scheduler):
     def _access_tensor(self, view: TensorView, what: str, actor: Actor, time: int, *, write: bool) -> None:
         """Checks an access against earlier ones. A partition's own loads and stores are in order, and so are its products."""
         partition, knowledge = self.current, self.current.knowledge
-        access = Access(actor, time, False, partition.name, what, current_site())
+        access = Access(actor, time, False, partition.name, what, self.current.site)
         for earlier, was_write in view.allocation.history.add(view.region, access, write):
             if earlier.actor == actor:
                 continue

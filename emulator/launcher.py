@@ -91,7 +91,7 @@ def launch(
     report = Report((axes[0], axes[1], axes[2]), seed, options.schedule or SCHEDULES[min(seed, len(SCHEDULES) - 1)])
     buffers: dict[tuple[int, torch.dtype], GlobalBuffer] = {}
     call = {
-        name: translate(value, name) if name in function.constexprs else _argument(name, value, buffers)
+        name: translate(value, name) if name in function.constexprs.values() else _argument(name, value, buffers)
         for name, value in arguments.items()
     }
     rng = random.Random(seed)

@@ -65,7 +65,7 @@ class Knowledge:
 
     def reach(self, actor: Actor, time: int) -> None:
         """Records that everything that `actor` did up to `time` has happened."""
-        _join(self.happened, {actor: time})
+        self.happened[actor] = max(time, self.happened.get(actor, 0))
 
     def fence(self) -> None:
         _join(self.fenced, self.happened)
@@ -110,7 +110,7 @@ class History:
         """Records an access, and returns the earlier accesses that conflict with it. Each has a flag that is True for a write."""
         conflicts: list[tuple[Access, bool]] = []
         for known, record in list(self._records.items()):
-            if not overlap(known, rectangle):
+            if known != rectangle and not overlap(known, rectangle):
                 continue
             if record.write is not None:
                 conflicts.append((record.write, True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
@@ -65,6 +66,7 @@ class GluonError(Exception):
     """Raised if a program violates a rule of Gluon about layouts, shapes, dtypes or constexprs."""
 
 
+@functools.lru_cache(None)
 def is_own_frame(filename: str) -> bool:
     return filename.startswith(_OWN_FOLDER)
 

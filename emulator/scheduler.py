@@ -249,9 +249,13 @@ class Scheduler:
     def _pick(self, me: Partition) -> Partition | Operation | None:
         """Returns the next partition or operation, or None if the program has ended. Raises EmulationError in a deadlock."""
         partitions = [partition for partition in self.partitions if partition.can_run]
-        queues = [queue.pending for partition in self.partitions for queue in (partition.wgmmas, partition.products)]
-        oldest = (next((op for op in pending if not op.done), None) for pending in queues)
-        operations = [*self.in_flight, *(op for op in oldest if op is not None)]
+        operations = self.in_flight.copy()
+        for partition in self.partitions:
+            for pending in (partition.wgmmas.pending, partition.products.pending):
+                for operation in pending:
+                    if not operation.done:
+                        operations.append(operation)
+                        break
         if not partitions and not operations:
             if all(partition.finished for partition in self.partitions):
                 self.finish()

@@ -22,7 +22,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 from flexattn.emulator import language, nvidia
 from flexattn.emulator.inline_asm import inline_asm_elementwise
 from flexattn.emulator.report import GluonError
-from flexattn.emulator.values import Scalar, Tensor, binary
+from flexattn.emulator.values import RUN_TIME, Scalar, binary
 
 language.FUNCTIONS["inline_asm_elementwise"] = inline_asm_elementwise
 # These are not taken from `tl`. If a device function is called, Triton's interpreter patches `tl` and never restores it.
@@ -36,13 +36,14 @@ class Function:
         self.__name__ = function.__name__
         self._jit = gluon.jit(function)
         self.names: list[str] = [parameter.name for parameter in self._jit.params]
-        self.constexprs: set[str] = {parameter.name for parameter in self._jit.params if parameter.is_constexpr}
+        self.constexprs = {place: parameter.name for place, parameter in enumerate(self._jit.params) if parameter.is_constexpr}
         self.defaults: set[str] = {parameter.name for parameter in self._jit.params if parameter.has_default}
         self._python: Callable[..., object] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
-        for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
-            if name in self.constexprs and isinstance(value, Scalar | Tensor):
+        for place, name in self.constexprs.items():
+            value = args[place] if place < len(args) else kwargs.get(name)
+            if isinstance(value, RUN_TIME):
                 raise GluonError(f"the constexpr parameter {name} of {self.__name__} is {value!r}, known only at run time")
         if self._python is None:
             _check_syntax(self._jit)

@@ -153,6 +153,10 @@ class Tensor(_Operators):
         return Tensor(cast(self.data, self.dtype, dtype), dtype, self.layout)
 
 
+_NUMBERS = (Scalar, int, float)
+RUN_TIME = (Scalar, Tensor)
+
+
 class Pointer:
     """A pointer, or a tensor of pointers, into one global buffer. `offset` is in elements."""
 
@@ -207,6 +211,8 @@ def common_layout(a: Layout, b: Layout, what: str) -> Layout:
 
 def broadcast_shape(a: Sequence[int], b: Sequence[int], what: str) -> tuple[int, ...]:
     """Returns the shape of a result. As in Gluon, ranks must be equal, and dimensions of 1 are broadcast."""
+    if a == b:
+        return tuple(a)
     if len(a) != len(b) or any(m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)):
         raise GluonError(f"{what} of shapes {list(a)} and {list(b)}")
     return tuple(map(max, a, b))
@@ -301,6 +307,8 @@ def promote(a: DType, b: DType) -> DType:
 
 def constant_dtype(constant: object, other: DType) -> DType:
     """Returns the dtype of a Python number in an operation with a run-time value of dtype `other`."""
+    if type(constant) is int and other.name == "int32" and -(2**31) <= constant < 2**31:
+        return other  # most constants are in offsets
     if isinstance(constant, bool):
         return promote(tl.int1, other)
     if isinstance(constant, int):
@@ -326,14 +334,14 @@ def binary(op: str, a: Operand, b: Operand) -> Operand:
         return _binary_of_tensors(op, a, b)
     if not isinstance(a, Scalar) and not isinstance(b, Scalar):
         return _ON_NUMBERS[op](a, b)
-    if not all(isinstance(x, Scalar | int | float) for x in (a, b)):
+    if not all(isinstance(x, _NUMBERS) for x in (a, b)):
         return NotImplemented
-    values = [x.value if isinstance(x, Scalar) else x for x in (a, b)]
+    result = _ON_NUMBERS[op](a.value if isinstance(a, Scalar) else a, b.value if isinstance(b, Scalar) else b)
     if op in COMPARISONS:
-        return Scalar(_ON_NUMBERS[op](*values), tl.int1)
+        return Scalar(result, tl.int1)
     a_dtype = a.dtype if isinstance(a, Scalar) else constant_dtype(a, b.dtype)
     b_dtype = b.dtype if isinstance(b, Scalar) else constant_dtype(b, a.dtype)
-    return Scalar(_ON_NUMBERS[op](*values), _result_dtype(op, a_dtype, b_dtype))
+    return Scalar(result, _result_dtype(op, a_dtype, b_dtype))
 
 
 def _binary_of_tensors(op: str, a: Operand, b: Operand) -> Operand:
@@ -345,7 +353,7 @@ def _binary_of_tensors(op: str, a: Operand, b: Operand) -> Operand:
         dtype = _result_dtype(op, a.dtype, b.dtype)
     else:
         tensor, other = (a, b) if isinstance(a, Tensor) else (b, a)
-        if not isinstance(other, Scalar | int | float | np.number):
+        if not isinstance(other, (*_NUMBERS, np.number)):
             raise GluonError(f"{op} of a tensor and a {type(other).__name__}")
         layout = tensor.layout
         other_dtype = other.dtype if isinstance(other, Scalar) else constant_dtype(other, tensor.dtype)

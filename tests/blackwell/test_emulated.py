@@ -78,7 +78,7 @@ def _check() -> Check:
 
 
 test_formats_and_bands = formats_and_bands(values=True)
-test_windows_beside_the_diagonal = windows_beside_the_diagonal(values=True)
+test_windows_beside_the_diagonal = windows_beside_the_diagonal("window", "bottom_right")
 test_mods_and_biases = mods_and_biases([128])
 
 
@@ -118,6 +118,13 @@ def test_dropout(dims: tuple[int, int]) -> None:
     """The reference drops the same weights, bit for bit: one weight more or less is far outside the error budget."""
     call = EVERYTHING | dropped() | {"softmax_offset": SINKS}
     check(dims[0] % 20, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@pytest.mark.slow
+@pytest.mark.sample("dims")
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_dropout_in_dense_calls(dims: tuple[int, int]) -> None:
     check(3, {"attn_mask_type": "causal"} | dropped(p=0.1), head_dim_qk=dims[0], head_dim_v=dims[1], **DENSE)
 
 

@@ -85,7 +85,8 @@ def test_ragged_lengths(length: int) -> None:
             backward(case, seed)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("block_n", "stages", "programs")
 @pytest.mark.parametrize(("block_n", "stages"), [(32, 1), (32, 3), (64, 1), (128, 2)])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_tiles(block_n: int, stages: int, programs: int) -> None:
@@ -93,12 +94,14 @@ def test_tiles(block_n: int, stages: int, programs: int) -> None:
         forward(emulated.problem(**EVERYTHING), seed, block_n=block_n, stages=stages, programs=programs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3])
 def test_backward_stages(stages: int) -> None:
     for seed in FEW[-2:]:
         backward(emulated.problem(**EVERYTHING), seed, stages=stages)
 
 
+@pytest.mark.slow
 def test_head_dim_64() -> None:
     case = emulated.problem(**(EVERYTHING | {"head_dim_qk": 64, "head_dim_v": 64}))
     for seed in FEW:
@@ -254,6 +257,7 @@ def test_fault_of_the_forward_is_found(fault: str, seeds: Any, tmp_path: Path) -
     check_found([emulated.forward(kernels, case, seed, programs=2, block_n=32)[0] for seed in seeds], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("fault", BACKWARD_FAULTS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
@@ -263,6 +267,8 @@ def test_fault_of_the_backward_is_found(fault: str, seeds: Any, tmp_path: Path) 
     check_found([emulated.backward(kernels, case, seed)[0] for seed in seeds], wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.sample("fault")
 @pytest.mark.parametrize("fault", WRONG_NUMBERS)
 def test_wrong_numbers_are_wrong(fault: str, tmp_path: Path) -> None:
     kernels, case = with_faults(WRONG_NUMBERS[fault], tmp_path), emulated.problem(**SMALL_BACKWARD)
@@ -273,7 +279,8 @@ def test_wrong_numbers_are_wrong(fault: str, tmp_path: Path) -> None:
             emulated.check_backward(case, report, gradients)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("edit")
 @pytest.mark.parametrize("edit", BENIGN_FORWARD)
 def test_legal_change_of_the_forward_is_none(edit: str, tmp_path: Path) -> None:
     kernels = with_faults(BENIGN_FORWARD[edit], tmp_path)
@@ -281,7 +288,8 @@ def test_legal_change_of_the_forward_is_none(edit: str, tmp_path: Path) -> None:
         forward(emulated.problem(**SMALL_FORWARD), seed, kernels, programs=2, block_n=32)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("edit")
 @pytest.mark.parametrize("edit", BENIGN_BACKWARD)
 def test_legal_change_of_the_backward_is_none(edit: str, tmp_path: Path) -> None:
     kernels = with_faults(BENIGN_BACKWARD[edit], tmp_path)

@@ -73,7 +73,7 @@ CASES = {
         samples.endless, (1,), integers(), STEPS=False, seed=seed, options=emulator.Options(timeout_s=0.3)
     ),
     "step-limit": lambda seed: emulator.launch(
-        samples.endless, (1,), integers(), STEPS=True, seed=seed, options=emulator.Options(max_steps=2000)
+        samples.endless, (1,), integers(), STEPS=True, seed=seed, options=emulator.Options(max_steps=500)
     ),
     "expect-bytes": lambda seed: tma(seed, "expect-bytes"),
     "arrive-overflow": lambda seed: misuse(samples.mbarrier_misuse)(seed, "arrive-overflow"),

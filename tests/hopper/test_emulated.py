@@ -122,7 +122,8 @@ def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("band")
 @without_gpu
 @pytest.mark.parametrize("band", BANDS[1:3], ids=str)
 def test_a_program_for_each_tile(band: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +153,7 @@ def check_persistent(seed: int, call: dict[str, Any], name: str = "persistent", 
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
@@ -165,6 +167,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
     check_persistent(seed, call, qkv_format=fmt, gap=3, padding=True, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
@@ -197,7 +200,8 @@ def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monk
         check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.slow
+@pytest.mark.sample("seed", "variant")
 @without_gpu
 @pytest.mark.parametrize("variant", ["short", "short, converting"])
 @pytest.mark.parametrize("seed", [1, 5])
@@ -206,7 +210,8 @@ def test_short_calls_without_a_mask(seed: int, variant: str) -> None:
     check_persistent(seed, {}, variant, lengths_q=[200] * 2, lengths_kv=[330] * 2, num_heads=2, num_heads_kv=2)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("sq")
 @without_gpu
 @pytest.mark.parametrize("sq", [150, 64])
 def test_persistent_programs_of_odd_numbers_of_iterations(sq: int) -> None:
@@ -261,7 +266,7 @@ def test_causal_results_in_float32(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_persistent_programs_with_gradients_in_float32(dim: int) -> None:
     dims = {"head_dim_qk": dim, "head_dim_v": dim}
-    check_persistent(5, {"attn_mask_type": "causal"}, lengths_q=[200] * 2, lengths_kv=[330] * 2, fp32=True, **dims)
+    check_persistent(5, {"attn_mask_type": "causal"}, lengths_q=[200], lengths_kv=[330], fp32=True, **dims)
     check_persistent(1, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", padding=True, gap=3, fp32=True, **dims, **UNEVEN)
     one = {"lengths_q": [512], "lengths_kv": [512], "num_heads": 1, "num_heads_kv": 1}  # the row of short calls without a mask
     reports = run(5, {}, backwards=("fused_backward",), fp32=True, **dims, **one)
@@ -279,7 +284,8 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.slow
+@pytest.mark.sample("window", "bottom_right")
 @without_gpu
 @pytest.mark.parametrize("bottom_right", [True, False])
 @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
@@ -300,7 +306,8 @@ def test_three_heads_that_share_a_tile() -> None:
             assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("dim")
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_slots_in_reverse(dim: int) -> None:
@@ -324,6 +331,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
     check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
@@ -475,15 +483,23 @@ def test_a_part_that_does_not_wait_for_its_sums_is_found(seed: int, tmp_path: Pa
         run(seed, {"attn_mask_type": "no_mask"}, kernels, ("converting",), **inputs)
 
 
-@pytest.mark.slow
+PLAYED_IN_CI = ("forward", "fused-192", "fp8-dq", "sm_100-fused")
+
+
 @without_gpu
-def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    for kernel in KERNELS_PLAYED:
-        shape = "deepseek-v3-s4096" if kernel == "fused-192" else "gpt-oss-window-s8192"
-        assert play.main([kernel, "--emulate", "--shape", shape, "--seeds", "2"]) == 0
-        said = capsys.readouterr().out
-        assert f"{KERNELS_PLAYED[kernel]} on " in said
-        assert said.rstrip().endswith("clean")
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(name, marks=pytest.mark.slow if name in PLAYED_IN_CI else pytest.mark.exhaustive) for name in KERNELS_PLAYED],
+)
+def test_play_emulates_a_kernel(kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "deepseek-v3-s4096" if kernel == "fused-192" else "gpt-oss-window-s8192"
+    assert play.main([kernel, "--emulate", "--shape", shape, "--seeds", "2"]) == 0
+    said = capsys.readouterr().out
+    assert f"{KERNELS_PLAYED[kernel]} on " in said
+    assert said.rstrip().endswith("clean")
+
+
+def test_play_refuses_shapes_that_a_kernel_does_not_take() -> None:
     with pytest.raises(SystemExit):
         play.main(["fused", "--emulate", "--shape", "sweep-d256-causal-s512"])
     with pytest.raises(SystemExit):

@@ -226,7 +226,7 @@ def check_forward(seed: int, *args: Any, **inputs: Any) -> None:
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 64), (96, 96), (136, 152), (160, 160), (168, 192)], ids=str)
 @pytest.mark.parametrize("fp32", [False, True])
@@ -239,7 +239,8 @@ def test_forward_emulated(dims: tuple[int, int], fp32: bool) -> None:
     check_forward(seed + 3, {}, dims, lengths_q=[140], lengths_kv=[600], num_heads=1, num_heads_kv=1, splits=2)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("dim", "call")
 @without_gpu
 @pytest.mark.parametrize(
     "call", [{"softcap": 3.0}, {"dropout_p": 0.0, "return_max_logit": False, "window_size": (60, 20)}], ids=str
@@ -281,7 +282,7 @@ def check_backward(seed: int, *args: Any, **inputs: Any) -> None:
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("name", HOPPER_FUSED_FITTED)
 @pytest.mark.parametrize("narrower", [0, 8])
@@ -293,7 +294,8 @@ def test_backward_emulated(name: str, narrower: int) -> None:
     check_backward(seed + 1, {"attn_mask_type": "causal"}, dims, tile, **DENSE)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("name", "fmt")
 @without_gpu
 @pytest.mark.parametrize("name", ["d80", "d80_persistent"])
 @pytest.mark.parametrize("fmt", ["sbhd", "bhsd"])

@@ -68,6 +68,7 @@ def check(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: 
     return grads
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [*DIMS, (48, 80), (160, 208)], ids=str)
@@ -78,6 +79,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     assert all(map(torch.equal, lazy, shuffled))  # to the bit, in any order
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(128, 128), (256, 256), (160, 208)], ids=str)
@@ -86,7 +88,7 @@ def test_gradients_in_float32(dims: tuple[int, int]) -> None:
     check(5, EVERYTHING | {"softmax_offset": SINKS}, "batch_head", fp32=True, **inputs)
 
 
-@pytest.mark.sample("granularity", pairs=False)
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize(
     ("fmt", "granularity"),
@@ -106,6 +108,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
     check(2 + turn, {"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
@@ -116,6 +119,7 @@ def test_dense(dims: tuple[int, int], mask: str) -> None:
     check(7, {"attn_mask_type": mask}, "block", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -189,6 +193,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)

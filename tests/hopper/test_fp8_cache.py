@@ -103,7 +103,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @without_gpu
-@pytest.mark.sample("name", "splits")
+@pytest.mark.sample("splits", values=True)
 @pytest.mark.parametrize("splits", [1, BY_LENGTHS])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name: str, splits: int) -> None:
@@ -197,6 +197,7 @@ FAULTY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)

@@ -163,6 +163,7 @@ def test_nan_stays_in_its_row() -> None:
     assert lse.isnan().sum() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)], ids=str)
@@ -195,7 +196,7 @@ def test_gradients_in_float32_of_persistent_programs() -> None:
     ("fmt", "granularity"),
     [
         ("bshd", "block"),
-        ("thd", "tensor"),
+        pytest.param("thd", "tensor", marks=pytest.mark.slow),
         *(pytest.param(f, "block", marks=pytest.mark.exhaustive) for f in ("sbhd", "bhsd", "thd_2bshd")),
     ],
 )
@@ -207,6 +208,7 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
     check_backward_of(2 + seed, call, granularity, qkv_format=fmt, dtype=torch.float16, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
@@ -242,6 +244,7 @@ def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
         check_backward_of(seed, {"attn_mask_type": "causal"}, lengths_q=[200], lengths_kv=[330], **inputs)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_slots_in_reverse() -> None:
     """The transposed tiles and the statistics have an order of their own."""
@@ -323,12 +326,12 @@ def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) 
     ("place", "dims", "kernel"),
     [
         (0, (64, 64), "_attn_bwd_fused_fp8_hopper_kernel"),
-        (1, (128, 128), "_attn_bwd_dq_fp8_hopper_kernel"),
-        pytest.param(1, (256, 256), "_attn_bwd_dq_fp8_hopper_kernel", marks=pytest.mark.slow),
+        pytest.param(1, (128, 128), "_attn_bwd_dq_fp8_hopper_kernel", marks=pytest.mark.slow),
+        pytest.param(1, (256, 256), "_attn_bwd_dq_fp8_hopper_kernel", marks=pytest.mark.exhaustive),
         pytest.param(2, (64, 64), "_attn_bwd_fused_hopper_kernel", marks=pytest.mark.slow),
         pytest.param(3, (192, 128), "_attn_bwd_fused_192_hopper_kernel", marks=pytest.mark.slow),
         pytest.param(4, (64, 64), "_attn_bwd_dq_hopper_kernel", marks=pytest.mark.slow),
-        (5, (64, 64), None),  # portable
+        pytest.param(5, (64, 64), None, marks=pytest.mark.slow),  # portable
     ],
 )
 def test_a_longest_sequence_above_the_number_of_packed_queries(
@@ -441,6 +444,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
@@ -505,6 +509,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_OF_THE_BACKWARD)

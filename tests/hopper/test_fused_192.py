@@ -179,7 +179,8 @@ def test_emulated(fmt: str, call: dict[str, Any]) -> None:
     check_run(len(fmt), call, qkv_format=fmt, gap=3, padding=True, **dims, **UNEVEN)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.slow
+@pytest.mark.sample("mask", "seed")
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize("seed", [1, 5, 6])  # lazy, random, eager
@@ -187,7 +188,8 @@ def test_dense_calls_emulated(seed: int, mask: str) -> None:
     check_run(seed, {"attn_mask_type": mask}, fp32=seed == 5, **DENSE)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("name")
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("name", WALKS)

@@ -179,6 +179,7 @@ def test_emulated(name: str) -> None:
     check_emulated(seed, {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}, qkv_format="thd", gap=3, **UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
@@ -253,6 +254,7 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pyt
     check_emulated(3, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", BLOCK_MASKS)
@@ -273,7 +275,8 @@ def large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> d
     return {"attn_mask_type": "padding", "mods": grows, "blocks": lists}
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("dims")
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
 def test_emulated_large_scores_past_the_end(dims: tuple[int, int]) -> None:

@@ -117,7 +117,7 @@ from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper import backward_fused, conditions
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 
-x, lse = torch.zeros(2, 256, 4, 128, dtype=torch.bfloat16), torch.zeros(2, 4, 256)
+x, lse = torch.zeros(2, 256, 4, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 256)
 problem = Problem(x, x, x, softmax_scale=0.1)
 backward = Backward(problem, x, lse, x, None, *(torch.zeros_like(x) for _ in range(3)))
 with recorded_launches() as launches:
@@ -131,9 +131,9 @@ STEPS = re.compile(
 )
 
 
-def test_what_is_counted_has_been_added_and_what_is_converted_was_counted(fresh_python: FreshPython) -> None:
+def test_what_is_counted_has_been_added_and_what_is_converted_was_counted(forked_python: FreshPython) -> None:
     """The PTX has the chain of `dq_parts`. The emulator sees no step of it, because its programs run one after the other."""
-    steps = STEPS.findall(fresh_python("-c", ORDER).stdout)
+    steps = STEPS.findall(forked_python("-c", ORDER).stdout)
     (count,) = (n for n, step in enumerate(steps) if "release" in step)
     before = [step for step in steps[:count] if step != "bar.warp.sync"]
     assert (before[-1], steps[count - 1]) == ("cp.async.bulk.wait_group", "bar.warp.sync")

@@ -166,6 +166,7 @@ def single_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_order, "num_processors", lambda device: 4)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
@@ -180,7 +181,8 @@ def test_emulated(name: str, dim: int) -> None:
     check_persistent(4, call, "converting" if dim == 64 and name != "packed" else "persistent", **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("name")
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("name", CALLS)

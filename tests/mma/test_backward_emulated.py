@@ -110,7 +110,7 @@ def _check(request: pytest.FixtureRequest) -> Check:
 
 
 test_formats_and_bands = formats_and_bands(pairs=False)
-test_windows_beside_the_diagonal = windows_beside_the_diagonal(pairs=False)
+test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = mods_and_biases([64, 128])
 
 
@@ -198,6 +198,7 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)

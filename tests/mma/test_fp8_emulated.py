@@ -118,7 +118,7 @@ def test_mods_and_biases(name: str) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", [64, pytest.param(256, marks=pytest.mark.slow)])
 def test_dropout(dim: int) -> None:
     """The reference drops the same weights, bit for bit."""
     call = EVERYTHING | dropped() | {"softmax_offset": SINKS}

@@ -44,7 +44,7 @@ def assert_found(seeds: Sequence[int], run: Callable[[int], Sequence[emulator.Re
         assert kinds - harmless, f"not found on seed {seed}: {reports}"
 
 
-# --- Tests of forwards and backwards. sample: the options of the mark `sample`.
+# --- Tests of forwards and backwards. sample: the arguments of the mark `sample`.
 
 
 def formats_and_bands(**sample: bool) -> Callable[..., None]:
@@ -61,8 +61,9 @@ def formats_and_bands(**sample: bool) -> Callable[..., None]:
     return test
 
 
-def windows_beside_the_diagonal(**sample: bool) -> Callable[..., None]:
-    @pytest.mark.sample(**sample)
+def windows_beside_the_diagonal(*sample: str) -> Callable[..., None]:
+    @pytest.mark.slow
+    @pytest.mark.sample(*sample)
     @without_gpu
     @pytest.mark.parametrize("bottom_right", [True, False])
     @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
@@ -105,7 +106,8 @@ def test_rows_whose_maximum_rises_by_much(check: Check) -> None:
     check(4, {"attn_mask_type": "causal"}, outliers=True, lengths_q=[500], lengths_kv=[500], num_heads=2, num_heads_kv=2)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("shape")
 @without_gpu
 @pytest.mark.parametrize("shape", [(1, 1), (2, 4)], ids=str)
 def test_post_scale_bias(check: Check, shape: tuple[int, int]) -> None:
@@ -134,6 +136,7 @@ def test_heads_of_a_group_add_up(check: Check) -> None:
     check(1, {"attn_mask_type": "causal_bottom_right"}, **inputs)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_outliers_and_slots_in_reverse(check: Check) -> None:
     inputs = {"lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 165, 40], "num_heads": 2, "num_heads_kv": 1}
@@ -161,6 +164,7 @@ def test_block_masks(check: Check, name: str) -> None:
     check(3, features, qkv_format="bshd", padding=True, head_dim_qk=64, head_dim_v=64, **inputs)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_large_scores_past_the_end(check: Check) -> None:
     inputs = {"lengths_q": [170], "lengths_kv": [256], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": 64, "head_dim_v": 64}
