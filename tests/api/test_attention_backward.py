@@ -330,6 +330,7 @@ def test_packed_sequences(backend: str) -> None:
         check_close(f"d{name}", got, want, same_dtype.double(), factor=GRADIENT_FACTOR)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_whole_is_a_part_too_with_dropout(backend: str) -> None:
     """rng_state drops the same weights as the forward; gradients equal autograd's."""
@@ -386,6 +387,7 @@ def test_a_derivative_of_its_gradients_raises() -> None:
             found.dk.sum().backward()
 
 
+@pytest.mark.slow
 def test_compiled_with_gradients_in_float32() -> None:
     call = arguments_of_a_call(torch.bfloat16)
 
@@ -402,6 +404,7 @@ def test_compiled_with_gradients_in_float32() -> None:
     torch.library.opcheck(ops._backward_op, (*given, *x, *settings), test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     call = arguments_of_a_call()
     slopes = randn(9, HEADS).requires_grad_()

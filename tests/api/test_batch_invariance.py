@@ -131,6 +131,7 @@ def test_a_block_mask_has_the_bits_of_its_mask_mod(piece: int, monkeypatch: pyte
         torch.testing.assert_close(found, wanted.float(), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_the_result_is_right() -> None:
     counts = [9, 21]
     found = attend([0, 2], counts, 160)

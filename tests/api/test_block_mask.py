@@ -135,6 +135,7 @@ def test_with_lengths_bands_biases_and_a_score_mod(dtype: torch.dtype, device: s
     )
 
 
+@pytest.mark.slow
 def test_through_the_public_function(device: str) -> None:
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(2, 100, n, 16, device=device, generator=generator, requires_grad=True) for n in (HEADS, 2, 2))

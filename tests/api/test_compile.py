@@ -211,7 +211,7 @@ def check(kind: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
     return counts
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FEW else pytest.mark.exhaustive) for k in KINDS])
 def test_a_mod_of_any_kind_is_one_graph(kind, monkeypatch):
     assert check(kind, [(2, 5), (3, 9), (2, 12)], monkeypatch)[-1] <= 2
@@ -235,6 +235,7 @@ def test_twenty_lengths_and_batches_compile_twice_at_most(kind, monkeypatch):
     assert check(kind, TWENTY, monkeypatch)[-1] <= 2
 
 
+@pytest.mark.slow
 def test_a_backend_by_name_runs_in_a_compiled_call(monkeypatch):
     """The call runs in Triton's interpreter if there is no GPU, with a captured tensor that gets a gradient."""
     torch.compiler.reset()
@@ -269,6 +270,7 @@ def test_a_new_float_of_a_mod_compiles_once_more_at_most():
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
 def test_a_captured_tensor_is_an_input_and_not_a_constant():
     torch.compiler.reset()
     scale = torch.ones((), device=DEVICE)
@@ -282,6 +284,7 @@ def test_a_captured_tensor_is_an_input_and_not_a_constant():
     assert not torch.allclose(after, before)
 
 
+@pytest.mark.slow
 def test_what_the_closure_held_when_compiled_is_no_longer_used_once_it_is_another():
     torch.compiler.reset()
     window = 2
@@ -315,7 +318,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if "length" in n or "index" in n else pytest.mark.exhaustive) for n in OPERATIONS]
 )
@@ -333,6 +336,7 @@ def test_what_mods_do_is_written_down_as_it_is(name):
         torch.testing.assert_close(compiled(*leaves), function(*leaves), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("score_mod", "text"),
     [

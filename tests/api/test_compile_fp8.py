@@ -183,6 +183,7 @@ def test_layers_with_states_and_a_checkpoint_in_one_graph(backend: str) -> None:
             assert (got - want).float().norm() <= want.float().norm() / 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "current" else pytest.mark.exhaustive) for k in KINDS])
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
@@ -203,6 +204,7 @@ def test_export_with_a_dynamic_batch_and_length(kind: str, strict: bool) -> None
             assert torch.equal(program.module()(*given(*shape)), KINDS[kind](*given(*shape)))
 
 
+@pytest.mark.slow
 def test_opcheck_of_quantising_and_noting() -> None:
     x = torch.randn(2, 40, HEADS, D, device=DEVICE).bfloat16()
     for given in (x, permuted(x)):

@@ -101,6 +101,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("layout", ["as given", "permuted"])
 def test_opcheck_with_mods_and_a_block_mask(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:

@@ -157,6 +157,7 @@ def capability_of(device: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device == "cuda" else None
 
 
+@pytest.mark.slow
 def test_rotation_halves_the_error_of_outliers(device: str) -> None:
     call = inputs(device, outliers=True, head_dim=128)
     per_tensor = errors(call, fp8_recipe=fp8.Recipe(granularity="tensor"))
@@ -177,6 +178,7 @@ def test_rotation_halves_the_error_of_dq_too() -> None:
     assert all(a < b / 2 for a, b in zip(rotated, per_tensor, strict=True)), (rotated, per_tensor)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> None:
     recipe = fp8.Recipe(granularity="tensor", rotation=True)
@@ -316,6 +318,7 @@ def test_delayed_scaling(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.recipe == recipe
 
 
+@pytest.mark.slow
 def test_delayed_scaling_under_checkpointing(device: str) -> None:
     """The forward that is done again finds the scales of the first, and notes no other amax."""
     recipe = fp8.Recipe(scaling="delayed")
@@ -382,6 +385,7 @@ def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     torch.library.opcheck(torch.ops.flexattn.attention_backward.default, call, test_utils=utils)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:

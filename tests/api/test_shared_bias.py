@@ -107,6 +107,7 @@ def test_the_reference_equals_a_formula() -> None:
         torch.testing.assert_close(out[b], torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[b]))
 
 
+@pytest.mark.slow
 def test_the_gradient_is_written_once_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program owns a tile of the gradient and adds all entries of the group to it. Without splits there is one sum."""
     launches: list[tuple[int, int]] = []

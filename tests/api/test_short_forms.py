@@ -182,6 +182,7 @@ def test_other_functions_take_short_forms(name: str) -> None:
     assert call_cache.cache_info()["hits"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -207,6 +208,7 @@ def test_a_short_form_compiles_to_one_graph(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "short",
     [

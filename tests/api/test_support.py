@@ -233,7 +233,7 @@ ROWS: dict[str, dict[str, Row]] = {
     },
 }
 
-CASES = [pytest.param(row, id=name) for section in ROWS.values() for name, row in section.items()]
+CASES = [pytest.param(section, row, id=name) for section, rows in ROWS.items() for name, row in rows.items()]
 
 
 def row_for(backend: str, row: Row) -> Row:
@@ -413,8 +413,9 @@ def expect_refusal(case: Case, backend: str, direction: Direction, reason: str) 
         run(backend)
 
 
-@pytest.mark.parametrize("row", CASES)
-def test_forward(row: Row, backend: str, device: str) -> None:
+@pytest.mark.sample("section")
+@pytest.mark.parametrize(("section", "row"), CASES)
+def test_forward(section: str, row: Row, backend: str, device: str) -> None:
     reason, row = refusal(backend, row, "forward"), row_for(backend, row)
     case = make_case(row, device)
     if reason is not None:
@@ -436,8 +437,8 @@ def test_forward(row: Row, backend: str, device: str) -> None:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("row", CASES)
-def test_backward(row: Row, backend: str, device: str) -> None:
+@pytest.mark.parametrize(("section", "row"), CASES)
+def test_backward(section: str, row: Row, backend: str, device: str) -> None:
     reason, row = refusal(backend, row, "backward"), row_for(backend, row)
     case = make_case(row, device)
     if reason is not None:
@@ -474,6 +475,7 @@ def gradients_of(call: dict[str, Any], dout: Tensor) -> Any:
 DERIVATIVES = ("forward mode", "second derivatives")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_derivatives(derivative: str, backend: str, device: str) -> None:
     case = make_case(row_for(backend, ROWS["Masks"]["padding_causal"]), device)

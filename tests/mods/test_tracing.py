@@ -93,6 +93,7 @@ def test_a_cold_trace_keeps_nothing_of_what_is_around_it(name: str, backend: str
     close(later, results(contextlib.nullcontext(), backend))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_cold_mod_in_a_checkpoint(reentrant: bool, backend: str) -> None:
@@ -219,7 +220,7 @@ def test_threads_that_compile_while_others_trace() -> None:
     compiled(x)
 
     def work(n: int) -> None:
-        for i in range(10):
+        for i in range(4):
             if n % 2:
                 trace_mods(lambda s, b, h, q, kv, by=n + 8 * i: s * by, None, needs_grad=True)
             else:
@@ -290,6 +291,7 @@ def unkeyed(tensor: Tensor) -> Mod:
     return lambda s, b, h, i, j: s * tables[0][h]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make", [closure, nested, partial, method, unkeyed])
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")
 def test_a_captured_tensor_dies_with_its_closure(make: Callable[[Tensor], Mod]) -> None:
