@@ -89,7 +89,6 @@ def test_alone_in_batches_in_pages_and_in_chunks(name: str) -> None:
     together = {
         "all": (attend([*everything], [*LENGTHS], 130, **call), LENGTHS),
         "the last token of each": (attend([*everything], [1] * len(LENGTHS), 160, **call), [1] * len(LENGTHS)),
-        "some of each": (attend([*everything], [30, 2, 77], 160, **call), [30, 2, 77]),
         "pages of 16": (attend([*everything], [30, 2, 77], 160, 16, **call), [30, 2, 77]),
         "pages of 3": (attend([*everything], [1] * len(LENGTHS), 141, 3, **call), [1] * len(LENGTHS)),
     }

@@ -90,6 +90,7 @@ def test_delayed_scaling_notes_what_it_notes_without_the_check(monkeypatch: pyte
 CHANGED: dict[str, tuple[int, int, float]] = {"out": (0, 0, 1e-3), "lse": (0, 1, 1e-5), "dq": (1, 0, 0.1), "dv": (1, 2, 0.1)}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_wrong_replay_is_named(name: str) -> None:
     """By a number that is off in one result of the replay."""

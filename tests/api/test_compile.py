@@ -159,7 +159,7 @@ KINDS: dict[str, Callable[[], Function]] = {
     "TransformerEngine's": lambda: te(True),
     "TransformerEngine's, derived": lambda: te(False),
 }
-FEW = ("closure from outside", "closure from inside", "method of a module", "length", "block mask", "TransformerEngine's")
+FEW = ("closure from outside", "block mask", "TransformerEngine's")
 
 
 def tensors(batch: int, length: int) -> list[Tensor]:
@@ -264,7 +264,7 @@ def test_a_new_float_of_a_mod_compiles_once_more_at_most():
         return flexattn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * weight - 0.5 * j)
 
     compiled = torch.compile(step, fullgraph=True, backend=counter)
-    for weight in (0.1, 0.3, 0.5, 0.7):
+    for weight in (0.1, 0.3, 0.5):
         leaves = tensors(2, 5)
         torch.testing.assert_close(compiled(*leaves, weight), step(*leaves, weight), rtol=2e-5, atol=2e-5)
     assert counter.frame_count <= 2
@@ -320,7 +320,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if "length" in n or "index" in n else pytest.mark.exhaustive) for n in OPERATIONS]
+    "name",
+    [pytest.param(n, marks=() if n in ("divide by a length", "index by index") else pytest.mark.exhaustive) for n in OPERATIONS],
 )
 def test_what_mods_do_is_written_down_as_it_is(name):
     torch.compiler.reset()
@@ -336,7 +337,7 @@ def test_what_mods_do_is_written_down_as_it_is(name):
         torch.testing.assert_close(compiled(*leaves), function(*leaves), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("score_mod", "text"),
     [
@@ -392,7 +393,7 @@ def by_dtype_of_a_product(s, b, h, i, j):
     [
         *(by_dtype, by_dtype_of_an_entry),
         *(
-            pytest.param(mod, marks=pytest.mark.slow)
+            pytest.param(mod, marks=pytest.mark.slow if mod is by_dtype_of_a_read else pytest.mark.exhaustive)
             for mod in (by_dtype_of_a_read, by_kind, by_dtype_in_place, by_dtype_of_a_product)
         ),
     ],
@@ -404,6 +405,7 @@ def test_a_mod_takes_the_branch_of_its_results_dtype_and_shape(score_mod):
     torch.testing.assert_close(compiled(*leaves), call(score_mod=score_mod)(*leaves))
 
 
+@pytest.mark.slow
 def test_a_builtin_of_a_tensor_is_computed_or_refused():
     """Dynamo of torch 2.11 takes abs(x) for torch.abs(x); that of 2.13 does not."""
     torch.compiler.reset()

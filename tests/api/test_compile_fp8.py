@@ -100,9 +100,8 @@ def check(kind: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
     return counts
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow if k == FEW[-1] else pytest.mark.exhaustive) for k in KINDS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_lengths_and_batches_compile_twice_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of rows, lengths of one block compile separately, because torch specializes a dim of 1: the number of blocks."""
     lengths = TWENTY if kind != "block" else [(batch, length + 64) for batch, length in TWENTY]
@@ -130,7 +129,7 @@ def test_delayed_scaling_is_noted_in_a_graph(name: str) -> None:
         return flexattn.attention(q * 2, k, v, attn_mask_type="causal", fp8_recipe=recipe, fp8_state=state) * 3
 
     compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    for batch, length in TWENTY[:6]:
+    for batch, length in TWENTY[:3]:
         found = [
             results(lambda *qkv, f=f, state=state: f(*qkv, state), batch, length)
             for f, state in zip((attend, compiled), states, strict=True)

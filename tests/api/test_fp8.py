@@ -79,7 +79,7 @@ def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
             assert max(found[1:]) < 0.03  # out, from FP8, is in it still
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("is_new", [True, False])
 def test_no_more_is_kept_for_a_backward_than_the_recipe_says(is_new: bool, device: str) -> None:
     """In FP8 q, k and v take a byte an element; kept as they came q and k take two more, and give no other results elsewhere."""
@@ -195,7 +195,7 @@ def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> 
     assert float((out - clean)[~rows].abs().max()) < 0.2  # the amax may have been another element's
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_zeros(backend: str, device: str) -> None:
     call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe(granularity="block")}
@@ -252,7 +252,7 @@ def test_fp8_output(device: str) -> None:
     assert float((back - want.float()).norm() / want.float().norm()) < 0.04
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bhsd", "thd"])
 def test_fp8_output_in_training(fmt: str, granularity: str, device: str) -> None:

@@ -114,7 +114,9 @@ def function_of(tensors: dict[str, Tensor], options: dict[str, Any]) -> tuple[Ca
     return run, tuple(t.clone().requires_grad_() for t in tensors.values())
 
 
-@pytest.mark.parametrize("case", [next(iter(COMBINED)), *(pytest.param(case, marks=pytest.mark.slow) for case in [*COMBINED][1:] + [*CASES])])
+@pytest.mark.parametrize(
+    "case", [next(iter(COMBINED)), *(pytest.param(case, marks=pytest.mark.slow) for case in [*COMBINED][1:] + [*CASES])]
+)
 def test_derivatives_equal_numerical_ones(case: str) -> None:
     run, tensors = function_of(*(CASES | COMBINED)[case])
     fast: dict[str, Any] = {"fast_mode": True, "check_batched_grad": False, "check_undefined_grad": False}
@@ -225,6 +227,7 @@ USES: dict[str, Callable[[Attend], Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("use", USES)
 def test_transforms_equal_those_of_plain_operations(use: str) -> None:
     wanted = USES[use](plain)

@@ -135,7 +135,7 @@ def check_lists(problem: Problem, shown: Tensor, is_exact: bool) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("name", MASKS)
 def test_lists(name: str, device: str) -> None:
     make_mask, is_exact = MASKS[name]
@@ -193,7 +193,7 @@ tests = st.tuples(terms, st.sampled_from(TESTS), terms)
 
 @pytest.mark.slow
 @given(tests, st.sampled_from(JOINS), tests, st.integers(0, 3))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 def test_random_masks(left: Any, join: Any, right: Any, seed: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = torch.randint(-60, 160, (LENGTH - 10,), generator=torch.Generator().manual_seed(seed)).sort().values.to(device)

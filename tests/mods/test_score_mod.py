@@ -320,6 +320,7 @@ BANDS = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("mask_mod", "band"), BANDS)
 def test_a_mask_that_is_a_band_becomes_one(mask_mod: Any, band: tuple[int | None, int | None, bool]) -> None:
     score_mods = [

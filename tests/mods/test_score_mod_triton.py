@@ -47,7 +47,12 @@ def lengths(*values: int) -> list[int]:
 
 
 def check(
-    mods: tuple[Any, Any], device: str, call: dict[str, Any] | None = None, with_dlse: bool = True, again: bool = False, **inputs: Any
+    mods: tuple[Any, Any],
+    device: str,
+    call: dict[str, Any] | None = None,
+    with_dlse: bool = True,
+    again: bool = False,
+    **inputs: Any,
 ) -> list[Tensor]:
     """Forward and backward of one call against the oracle; returns all results. again: they have the same bits in a second call."""
     given_inputs = make_inputs(device=device, **inputs)
@@ -137,6 +142,7 @@ def test_padded_and_packed(make_mods: Any, dtype: torch.dtype, device: str) -> N
         )
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("make_mods", MODS)
 def test_with_every_feature(make_mods: Any, device: str) -> None:
@@ -258,7 +264,7 @@ expressions = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=40 if GPU else 8, deadline=None)
+@settings(max_examples=40 if GPU else 4, deadline=None)
 @given(expressions)
 def test_random_mods(expression: str) -> None:
     device = "cuda" if GPU else "cpu"

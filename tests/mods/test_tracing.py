@@ -199,7 +199,7 @@ def test_threads_that_trace_at_once() -> None:
 
     want = [(plain(n, False), plain(n, True)) for n in range(8)]
     shared = scaled(3)
-    for _ in range(20):
+    for _ in range(5):
         clear_cache()
         join.cache_clear()
         call_cache.clear_cache()
@@ -213,6 +213,7 @@ def test_threads_that_trace_at_once() -> None:
     assert not is_fx_tracing()
 
 
+@pytest.mark.slow
 def test_threads_that_compile_while_others_trace() -> None:
     """torch.fx's tracers set a flag of the process. If it is set, functions made by torch.compile raise."""
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
