@@ -20,7 +20,8 @@ from tests.support.storages import CASES, Sizes, apart, results
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU calls on a CPU are not replayed; see tests/gpu")
 
 SIZES = Sizes(20, 16, torch.float32)
-SLOW = ("quantised", "bshd", "bhsd", "sbhd_2bshd", "cache in FP8", "FP8", "captured", "thd", "features")
+SLOW = ("FP8", "captured", "thd", "features")
+EXHAUSTIVE = ("quantised", "bshd", "bhsd", "sbhd_2bshd", "cache in FP8")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,13 @@ def kept() -> CachedCall:
     return call
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive if name in EXHAUSTIVE else ())
+        for name in CASES
+    ],
+)
 def test_right_replays_pass(name: str, compared: list[str]) -> None:
     drawn = [CASES[name](SIZES) for _ in range(3)]
     for tensors, arguments in drawn:

@@ -159,7 +159,7 @@ KINDS: dict[str, Callable[[], Function]] = {
     "TransformerEngine's": lambda: te(True),
     "TransformerEngine's, derived": lambda: te(False),
 }
-FEW = ("closure from outside", "block mask", "TransformerEngine's")
+FEW = ("closure from outside", "TransformerEngine's")
 
 
 def tensors(batch: int, length: int) -> list[Tensor]:
@@ -227,9 +227,8 @@ def test_static_and_dynamic(kind, dynamic, monkeypatch):
     assert second == (first if dynamic else 2 * first)
 
 
-@pytest.mark.slow
-@pytest.mark.sample
-@pytest.mark.parametrize("kind", ["closure from inside", pytest.param("block mask", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["closure from inside", "block mask"])
 def test_twenty_lengths_and_batches_compile_twice_at_most(kind, monkeypatch):
     """A batch of 1 is not among them: torch compiles a dim of 1 for itself."""
     assert check(kind, TWENTY, monkeypatch)[-1] <= 2

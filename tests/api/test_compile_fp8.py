@@ -116,8 +116,8 @@ def test_static_and_dynamic(kind: str, dynamic: bool, monkeypatch: pytest.Monkey
     assert second == (first if dynamic else 2 * first)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "by head" else pytest.mark.exhaustive) for n in RECIPES])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RECIPES)
 def test_delayed_scaling_is_noted_in_a_graph(name: str) -> None:
     """The same holds in its backward, which quantises dout."""
     torch.compiler.reset()

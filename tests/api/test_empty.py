@@ -47,7 +47,7 @@ def dense(name: str, device: str, dtype: torch.dtype = torch.float32) -> list[Te
     return [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.sample("name", "option", "backend")
+@pytest.mark.sample("name", "option", "backend", values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", DENSE)
@@ -108,7 +108,7 @@ def test_thd(
         check(out, inputs, lse)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_in_fp8(name: str, backend: str, device: str) -> None:

@@ -61,7 +61,7 @@ def errors(call: dict[str, Any], got: Sequence[Tensor] | None = None, **argument
 USUAL, COARSE = 0.08, 0.14
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
     for fmt, recipe in (
@@ -79,6 +79,7 @@ def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
             assert max(found[1:]) < 0.03  # out, from FP8, is in it still
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("is_new", [True, False])
 def test_no_more_is_kept_for_a_backward_than_the_recipe_says(is_new: bool, device: str) -> None:
@@ -127,7 +128,7 @@ def test_when_dout_is_quantised_before_the_backward(
     assert recipe.quantises_dout(torch.device("cpu"), backend) == is_before
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_dout_is_quantised_by_the_backward(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of 128 rows, large numbers in one block do not cost precision in another."""
@@ -195,6 +196,7 @@ def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> 
     assert float((out - clean)[~rows].abs().max()) < 0.2  # the amax may have been another element's
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_zeros(backend: str, device: str) -> None:
@@ -252,6 +254,7 @@ def test_fp8_output(device: str) -> None:
     assert float((back - want.float()).norm() / want.float().norm()) < 0.04
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bhsd", "thd"])

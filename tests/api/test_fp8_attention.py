@@ -44,7 +44,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.sample("own", "way")
+@pytest.mark.sample("own", "way", values=True)
 @pytest.mark.parametrize("own", RECIPES, ids=str)
 def test_one_key_shows_what_every_tensor_became(own: dict[str, Any], way: str, device: str) -> None:
     """With one key its weight is 1: out is v, dv is dout and lse the score, each of the numbers in FP8."""
@@ -242,7 +242,7 @@ def test_where_nan_and_infinity_may_be(which: str, backend: str, device: str) ->
         assert bool(finite[elsewhere].all())
 
 
-@pytest.mark.sample("name")
+@pytest.mark.sample("name", values=True)
 @pytest.mark.parametrize("value", [-0.5, 0.0, torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_values_of_descales_are_checked_where_asked_for(

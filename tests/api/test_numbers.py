@@ -30,7 +30,7 @@ def thd(device: str, **arguments: Any) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, **call, "max_seqlen_q": 9, "max_seqlen_kv": 9, **arguments}
 
 
-@pytest.mark.sample("window")
+@pytest.mark.sample("window", values=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("window", "same"),

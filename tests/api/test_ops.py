@@ -135,7 +135,9 @@ def results(function: Any, call: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("bshd", "thd everything") else pytest.mark.exhaustive) for n in CALLS]
+)
 def test_compiled_as_one_graph_gives_the_same(name):
     torch.compiler.reset()
     compiled = torch.compile(flexattn.attention, fullgraph=True, backend="aot_eager")

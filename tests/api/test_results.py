@@ -52,7 +52,7 @@ def packed_leaves(fmt: str, packing: str) -> tuple[list[Tensor], list[Tensor], i
     return [q, leaf], [q, *unpack(leaf, dim)], dim
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("packing", list(PACKINGS))
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
@@ -300,6 +300,7 @@ def test_an_out_in_fp8_and_another_format() -> None:
         attend(Results("sbhd"), q, k, v, fp8_recipe=fp8.Recipe(out_dtype=torch.float8_e4m3fn))
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_fp8(backend: str) -> None:

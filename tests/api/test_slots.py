@@ -154,7 +154,7 @@ WRONG = {
 }
 
 
-@pytest.mark.sample("name", "backend")
+@pytest.mark.sample("name", "backend", values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fp8_too", [False, True], ids=["float", "fp8"])
 @pytest.mark.parametrize(

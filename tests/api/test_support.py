@@ -437,7 +437,8 @@ def test_forward(section: str, row: Row, backend: str, device: str) -> None:
         assert all(torch.equal(again, first) for again, first in zip(case.attention(backend), results, strict=True))
 
 
-@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.sample("section")
 @pytest.mark.parametrize(("section", "row"), CASES)
 def test_backward(section: str, row: Row, backend: str, device: str) -> None:
     reason, row = refusal(backend, row, "backward"), row_for(backend, row)
@@ -476,6 +477,7 @@ def gradients_of(call: dict[str, Any], dout: Tensor) -> Any:
 DERIVATIVES = ("forward mode", "second derivatives")
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_derivatives(derivative: str, backend: str, device: str) -> None:

@@ -75,6 +75,7 @@ def test_a_long_chain_and_a_star() -> None:
         torch.testing.assert_close(mask(0, 0, i, j), wanted)
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_triton_backend_skips_blocks_of_a_tree(dtype: torch.dtype, device: str) -> None:
