@@ -231,7 +231,7 @@ def test_attention(name: str, fmt: str, attn_mask_type: str | None, device: str,
     made: list[Any] = []
     with_mask_blocks = mask_blocks.with_mask_blocks
     monkeypatch.setattr(mask_blocks, "with_mask_blocks", lambda *x: made.append(with_mask_blocks(*x)) or made[-1])
-    given = {"lengths_q": [LENGTH] * 2} if fmt != "thd" else {"lengths_q": [70, 133], "lengths_kv": [150, 40], "gap": 3}
+    given = {"lengths_q": [LENGTH]} if fmt != "thd" else {"lengths_q": [70, 133], "lengths_kv": [150, 40], "gap": 3}
     call = {"attn_mask_type": attn_mask_type}
     check((None, MASKS[name][0](device)), device, call, qkv_format=fmt, dtype=torch.bfloat16, **given)
     forward, backward = (problem.block_mask for problem in made)
