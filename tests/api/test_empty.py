@@ -62,7 +62,7 @@ def test_dense(name: str, option: str, backend: str, device: str) -> None:
             assert max_logit[0].tolist() == [-torch.inf] * H
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_with_a_bias_a_sink_and_a_score_mod(name: str, backend: str, device: str) -> None:

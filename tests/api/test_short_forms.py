@@ -215,7 +215,7 @@ def test_a_short_form_compiles_to_one_graph(name: str) -> None:
         pytest.param(lambda n: {"causal": True}, id="causal", marks=pytest.mark.exhaustive),
         pytest.param(lambda n: {"causal": True, "window_size": 3}, id="window", marks=pytest.mark.exhaustive),
         pytest.param(lambda n: {"mask": torch.ones(n, n, dtype=torch.bool).tril()}, id="bool mask", marks=pytest.mark.exhaustive),
-        pytest.param(lambda n: {"mask": tokens(2, 1, 1, n)}, id="float mask"),
+        pytest.param(lambda n: {"mask": tokens(2, 1, 1, n)}, id="float mask", marks=pytest.mark.exhaustive),
         pytest.param(
             lambda n: {"mask": tokens(2, 1, n, n) > 0, "causal": True}, id="causal and a mask", marks=pytest.mark.exhaustive
         ),
