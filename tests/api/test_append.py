@@ -242,6 +242,7 @@ def test_operator() -> None:
     assert (pool.k._version, pool.v._version) > before
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_graph_under_compile(layout: str) -> None:

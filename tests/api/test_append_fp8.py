@@ -173,6 +173,7 @@ def test_rows_in_fp8_are_copied(way: str) -> None:
             same(cache[b, :length], x[b, :length].to(E5M2))
 
 
+@pytest.mark.sample("fp8")
 @pytest.mark.parametrize("kind", KINDS[:4])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 def test_what_attention_reads(kind: str, fp8: torch.dtype) -> None:
@@ -201,7 +202,7 @@ def test_what_attention_reads(kind: str, fp8: torch.dtype) -> None:
         check_close("out", attention(q, *caches, page_table=table, backend=backend, **call, **names), exact, eager)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "dense", "one head"])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 def test_what_attention_reads_with_descales_of_tokens(layout: str, fp8: torch.dtype) -> None:
@@ -231,7 +232,7 @@ def test_what_attention_reads_with_descales_of_tokens(layout: str, fp8: torch.dt
     exact, eager = attention(q.double(), *wide, **dense), attention(q, *(x.float() for x in wide), **dense)
     for backend in ("triton", "eager"):
         check_close("out", attention(q, *caches, backend=backend, **call, **names), exact, eager)
-    if layout == "bshd" and fp8 is E4M3:
+    if layout == "bshd" and fp8 is E5M2:
         compiled = torch.compile(lambda *x: attention(*x, **call, **names), backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(q, *caches), attention(q, *caches, **call, **names))
 
@@ -344,6 +345,7 @@ def test_operator() -> None:
             assert (x._version > old[1]) is is_written
 
 
+@pytest.mark.slow
 def test_one_graph_under_compile() -> None:
     k, v, *others = operands()
     table, used, starts = others[2:]

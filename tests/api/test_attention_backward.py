@@ -175,7 +175,7 @@ def check_case(case: str, count: int, backend: str, dtype: torch.dtype, has_dlse
                 check_close(name, got.to(same_dtype.dtype), want, same_dtype, factor=GRADIENT_FACTOR)
 
 
-@pytest.mark.sample("case", "backend")
+@pytest.mark.sample("case", values=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_add_up(case: str, backend: str) -> None:
@@ -233,7 +233,7 @@ def errors_of_sums(backend: str, dtype: torch.dtype) -> Errors:
     return Errors(errors(COUNT, "none"), errors(COUNT, "dqkv"), errors(1, "none"))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_of_gradients_in_float32_are_as_exact_as_the_whole(backend: str, dtype: torch.dtype) -> None:
@@ -244,7 +244,7 @@ def test_sums_of_gradients_in_float32_are_as_exact_as_the_whole(backend: str, dt
         assert rounded[name] >= 1.1 * whole[name], (name, rounded, whole)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("fp32", FP32_GRADIENTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_that_are_named_are_in_float32_and_round_to_the_same_bits(backend: str, fp32: str) -> None:
@@ -330,6 +330,7 @@ def test_packed_sequences(backend: str) -> None:
         check_close(f"d{name}", got, want, same_dtype.double(), factor=GRADIENT_FACTOR)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_whole_is_a_part_too_with_dropout(backend: str) -> None:
     """rng_state drops the same weights as the forward; gradients equal autograd's."""
@@ -386,6 +387,7 @@ def test_a_derivative_of_its_gradients_raises() -> None:
             found.dk.sum().backward()
 
 
+@pytest.mark.slow
 def test_compiled_with_gradients_in_float32() -> None:
     call = arguments_of_a_call(torch.bfloat16)
 
@@ -402,6 +404,7 @@ def test_compiled_with_gradients_in_float32() -> None:
     torch.library.opcheck(ops._backward_op, (*given, *x, *settings), test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     call = arguments_of_a_call()
     slopes = randn(9, HEADS).requires_grad_()

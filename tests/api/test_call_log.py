@@ -65,6 +65,7 @@ def test_calls_that_are_replayed_are_listed(monkeypatch: pytest.MonkeyPatch) -> 
     assert ran == [], "as before"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_calls_that_were_cached_before_the_block_are_listed(backend: str) -> None:
     tensors = qkv()
@@ -145,6 +146,7 @@ def test_calls_of_all_threads_are_counted() -> None:
     assert counts(calls) == [(80, 0)]
 
 
+@pytest.mark.slow
 def test_what_a_model_calls_is_listed_compiled_or_not() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([flexattn.nn.MultiheadAttention(32, 2, batch_first=True) for _ in range(2)])
@@ -155,7 +157,7 @@ def test_what_a_model_calls_is_listed_compiled_or_not() -> None:
             x = x + layer(x, x, x, need_weights=False)[0]
         return x
 
-    compiled = torch.compile(run, backend="aot_eager")
+    compiled = torch.compile(run, backend="eager")
     lines = []
     for function in (run, compiled, compiled):
         with explaining(file=io.StringIO()) as calls:

@@ -252,7 +252,7 @@ def test_modes_transforms_subclasses_and_canaries_have_no_key(keys: list[Any], m
     assert keys[-1] is not None
 
 
-@pytest.mark.sample("name", "backend", values=True)
+@pytest.mark.sample("name", pairs=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout", "dlse"])
 def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any], device: str) -> None:

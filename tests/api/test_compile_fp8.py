@@ -100,9 +100,8 @@ def check(kind: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
     return counts
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow if k == FEW[-1] else pytest.mark.exhaustive) for k in KINDS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_lengths_and_batches_compile_twice_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of rows, lengths of one block compile separately, because torch specializes a dim of 1: the number of blocks."""
     lengths = TWENTY if kind != "block" else [(batch, length + 64) for batch, length in TWENTY]
@@ -117,8 +116,8 @@ def test_static_and_dynamic(kind: str, dynamic: bool, monkeypatch: pytest.Monkey
     assert second == (first if dynamic else 2 * first)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "by head" else pytest.mark.exhaustive) for n in RECIPES])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RECIPES)
 def test_delayed_scaling_is_noted_in_a_graph(name: str) -> None:
     """The same holds in its backward, which quantises dout."""
     torch.compiler.reset()
@@ -130,7 +129,7 @@ def test_delayed_scaling_is_noted_in_a_graph(name: str) -> None:
         return flexattn.attention(q * 2, k, v, attn_mask_type="causal", fp8_recipe=recipe, fp8_state=state) * 3
 
     compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    for batch, length in TWENTY[:6]:
+    for batch, length in TWENTY[:3]:
         found = [
             results(lambda *qkv, f=f, state=state: f(*qkv, state), batch, length)
             for f, state in zip((attend, compiled), states, strict=True)
@@ -169,7 +168,7 @@ def test_layers_with_states_and_a_checkpoint_in_one_graph(backend: str) -> None:
     for compiles in (False, True):
         model = Layers()
         run = torch.compile(model, fullgraph=True, backend=backend) if compiles else model
-        for seed in range(3):
+        for seed in range(2):
             x = torch.randn(2, 20, HEADS, D, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE).requires_grad_()
             out = run(x)
             out.float().square().sum().backward()
@@ -183,6 +182,7 @@ def test_layers_with_states_and_a_checkpoint_in_one_graph(backend: str) -> None:
             assert (got - want).float().norm() <= want.float().norm() / 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "current" else pytest.mark.exhaustive) for k in KINDS])
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
@@ -203,6 +203,7 @@ def test_export_with_a_dynamic_batch_and_length(kind: str, strict: bool) -> None
             assert torch.equal(program.module()(*given(*shape)), KINDS[kind](*given(*shape)))
 
 
+@pytest.mark.slow
 def test_opcheck_of_quantising_and_noting() -> None:
     x = torch.randn(2, 40, HEADS, D, device=DEVICE).bfloat16()
     for given in (x, permuted(x)):

@@ -47,7 +47,7 @@ def dense(name: str, device: str, dtype: torch.dtype = torch.float32) -> list[Te
     return [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.sample("name", "option", "backend")
+@pytest.mark.sample("name", "option", "backend", values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", DENSE)
@@ -62,7 +62,7 @@ def test_dense(name: str, option: str, backend: str, device: str) -> None:
             assert max_logit[0].tolist() == [-torch.inf] * H
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_with_a_bias_a_sink_and_a_score_mod(name: str, backend: str, device: str) -> None:
@@ -86,6 +86,7 @@ def test_with_a_bias_a_sink_and_a_score_mod(name: str, backend: str, device: str
         check(out, [*inputs, bias, slopes, sink], lse, sink)
 
 
+@pytest.mark.sample("backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("tokens_q", "tokens_kv", "batch"), [(0, 9, 2), (9, 0, 2), (0, 0, 1), (6, 5, 0)])
@@ -107,7 +108,7 @@ def test_thd(
         check(out, inputs, lse)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_in_fp8(name: str, backend: str, device: str) -> None:
@@ -146,6 +147,7 @@ def test_keys_of_no_queries_are_not_split(shape: tuple[int, ...], device: str) -
     assert number_of_splits(problem, 8, 1000) == 1
     assert splits_of(problem, 8, 1000) == (1, "there are no queries")
     assert number_of_splits(Problem(k[:, :1], k, k, 1.0), 8, 1000) > 1
+    problem = Problem(q, k[:, :50], k[:, :50], 1.0, cu_seqlens_q=cu, cu_seqlens_kv=cu)
     lse = torch.empty((*shape[:-3], H, shape[-3]), device=device)
     parts = Parts.empty(3, lse, D, is_unbounded=False)
     assert parts.rows(lse).shape == (*shape[:-1], D)

@@ -110,7 +110,14 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "attention" else pytest.mark.slow) for name in DOORS])
+@pytest.mark.sample
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name not in ("attention", "attention, an FP8 cache") else ())
+        for name in DOORS
+    ],
+)
 def test_trainer_and_engine_have_the_same_bits(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "transformers":
         pytest.importorskip("transformers")

@@ -46,7 +46,7 @@ def exported(kind: str, strict: bool) -> tuple[Attention, Any]:
         return model, torch.export.export(model, qkv(2, 5), dynamic_shapes=[{0: batch, 1: length}] * 3, strict=strict)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "score_mod", "lengths"])
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
@@ -101,6 +101,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("layout", ["as given", "permuted"])
 def test_opcheck_with_mods_and_a_block_mask(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:

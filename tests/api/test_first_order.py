@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], Tensor], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample("case", "is_linear")
+@pytest.mark.sample("is_linear", pairs=False)
 @pytest.mark.parametrize("is_linear", [True, False], ids=["linear", "squares"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_gradient_penalty_raises_in_the_first_call_and_in_kept_ones(case: str, is_linear: bool) -> None:
@@ -204,6 +204,7 @@ def test_a_plain_backward_does_without_the_guard(monkeypatch: pytest.MonkeyPatch
         out_of(call).sum().backward()
 
 
+@pytest.mark.slow
 def test_compiled_code_raises_torchs_own_sentence() -> None:
     call = leaves()
     out = torch.compile(lambda q, k, v: flexattn.attention(q, k, v), backend="aot_eager", fullgraph=True)(**call)

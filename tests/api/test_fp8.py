@@ -61,7 +61,7 @@ def errors(call: dict[str, Any], got: Sequence[Tensor] | None = None, **argument
 USUAL, COARSE = 0.08, 0.14
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
     for fmt, recipe in (
@@ -80,6 +80,7 @@ def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
 
 
 @pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("is_new", [True, False])
 def test_no_more_is_kept_for_a_backward_than_the_recipe_says(is_new: bool, device: str) -> None:
     """In FP8 q, k and v take a byte an element; kept as they came q and k take two more, and give no other results elsewhere."""
@@ -127,7 +128,7 @@ def test_when_dout_is_quantised_before_the_backward(
     assert recipe.quantises_dout(torch.device("cpu"), backend) == is_before
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_dout_is_quantised_by_the_backward(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of 128 rows, large numbers in one block do not cost precision in another."""
@@ -157,6 +158,7 @@ def capability_of(device: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device == "cuda" else None
 
 
+@pytest.mark.slow
 def test_rotation_halves_the_error_of_outliers(device: str) -> None:
     call = inputs(device, outliers=True, head_dim=128)
     per_tensor = errors(call, fp8_recipe=fp8.Recipe(granularity="tensor"))
@@ -177,6 +179,7 @@ def test_rotation_halves_the_error_of_dq_too() -> None:
     assert all(a < b / 2 for a, b in zip(rotated, per_tensor, strict=True)), (rotated, per_tensor)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> None:
     recipe = fp8.Recipe(granularity="tensor", rotation=True)
@@ -194,6 +197,7 @@ def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> 
 
 
 @pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_zeros(backend: str, device: str) -> None:
     call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe(granularity="block")}
@@ -250,7 +254,8 @@ def test_fp8_output(device: str) -> None:
     assert float((back - want.float()).norm() / want.float().norm()) < 0.04
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bhsd", "thd"])
 def test_fp8_output_in_training(fmt: str, granularity: str, device: str) -> None:
@@ -316,6 +321,7 @@ def test_delayed_scaling(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.recipe == recipe
 
 
+@pytest.mark.slow
 def test_delayed_scaling_under_checkpointing(device: str) -> None:
     """The forward that is done again finds the scales of the first, and notes no other amax."""
     recipe = fp8.Recipe(scaling="delayed")
@@ -382,6 +388,7 @@ def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     torch.library.opcheck(torch.ops.flexattn.attention_backward.default, call, test_utils=utils)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:

@@ -44,7 +44,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.sample("own", "way")
+@pytest.mark.sample("own", "way", values=True)
 @pytest.mark.parametrize("own", RECIPES, ids=str)
 def test_one_key_shows_what_every_tensor_became(own: dict[str, Any], way: str, device: str) -> None:
     """With one key its weight is 1: out is v, dv is dout and lse the score, each of the numbers in FP8."""
@@ -132,6 +132,7 @@ def check_drawn(seed: int, backend: str, device: str) -> None:
     assert torch.allclose(lse, wanted, rtol=0, atol=4 * off), (seed, "lse")
 
 
+@pytest.mark.sample("backend")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_drawn_calls(seed: int, backend: str, device: str) -> None:
@@ -241,6 +242,7 @@ def test_where_nan_and_infinity_may_be(which: str, backend: str, device: str) ->
         assert bool(finite[elsewhere].all())
 
 
+@pytest.mark.sample("name", values=True)
 @pytest.mark.parametrize("value", [-0.5, 0.0, torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_values_of_descales_are_checked_where_asked_for(
@@ -278,6 +280,7 @@ def test_a_descale_has_no_gradient_and_says_so(name: str, device: str) -> None:
         assert torch.equal(flexattn.attention(**asking), flexattn.attention(**call))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_autocast_leaves_fp8_as_it_is(dtype: torch.dtype, device: str) -> None:
     call = fp8_call(device, backend="eager")

@@ -68,12 +68,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor | None, Tensor |
         check_close(name, got, want.float() if name == "max_logit" else want, budget)
 
 
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", CALLS)
 def test_features(name: str, backend: str) -> None:
     check(*tensors(), SCALES["by sequence and head"], backend, **CALLS[name])
 
 
+@pytest.mark.sample("scales", "fp8", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("scales", SCALES)
@@ -109,6 +111,7 @@ def test_repeated_calls() -> None:
         check(q, k, v, (scale, scale), "triton")
 
 
+@pytest.mark.slow
 def test_one_graph_under_compile() -> None:
     q, k, v = tensors()
     scale = torch.tensor(0.5)

@@ -158,6 +158,7 @@ def test_steps_without_calls_leave_the_scales(algorithm: str, device: str) -> No
     assert bool((state.scale("out") == 1).all())  # never made in FP8
 
 
+@pytest.mark.sample("fp8_format", "out_dtype", "quantises")
 @pytest.mark.parametrize("quantises", ["torch", "triton"])
 @pytest.mark.parametrize("out_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])

@@ -93,6 +93,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample("backend")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_matches_the_reference(backend, device, name):
     shapes, options = COMBINATIONS[name]
@@ -228,6 +229,7 @@ def test_packing_changes_nothing(backend, device):
 
 
 @pytest.mark.sample
+@pytest.mark.slow
 def test_dropout_is_one_linear_map_of_v(backend, device):
     """<dv, v> = <dout, out> only if the backward drops the same weights as the forward, also if a compiled graph draws the seed."""
     call = leaves(make_inputs("bshd", lengths_q=(17, 17), device=device), dropout_p=0.5, backend=backend)
@@ -324,6 +326,7 @@ def test_merging_sides_without_keys():
     torch.testing.assert_close(gradients[1][0, 0, [0, 1, 3]], torch.tensor([1.0, 0.0, 0.0]))
 
 
+@pytest.mark.slow
 def test_merging_is_in_float32_and_compiles():
     torch.compiler.reset()
     outs = [torch.randn(2, 5, 4, 8).bfloat16() for _ in range(2)]

@@ -152,6 +152,7 @@ def test_signature_is_that_of_right_calls() -> None:
     assert pickle.loads(pickle.dumps(flexattn.attention)) is flexattn.attention
 
 
+@pytest.mark.slow
 def test_compiled_call_is_one_graph_and_its_hint_the_same() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()

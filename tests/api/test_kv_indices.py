@@ -177,12 +177,12 @@ def test_no_score_matrix_is_made() -> None:
                     self.most = max(self.most, t.numel())
             return result
 
-    length, n = 3000, 8
+    length, n = 1000, 8
     q, k, v = (torch.randn(1, length, 1, 8).requires_grad_() for _ in range(3))
     indices, _ = draw_lists((1, length), 0, length, n)
     with Largest() as seen:
         attention(q, k, v, kv_indices=indices, causal=True).sum().backward()
-    assert seen.most <= length * n * 8  # rows of gathered keys, and 9e6 scores would be more
+    assert seen.most <= length * n * 8  # rows of gathered keys, and 1e6 scores would be more
 
 
 def test_hidden_and_missing_keys_are_not_read() -> None:
@@ -198,6 +198,7 @@ def test_hidden_and_missing_keys_are_not_read() -> None:
         assert not any(gradient.any() for gradient in torch.autograd.grad(no_keys.sum(), (q, k, v)))
 
 
+@pytest.mark.slow
 def test_a_compiled_call_has_one_graph() -> None:
     leaves = tensors(2, 13, 17, dtype=torch.float32)
     indices, counts = draw_lists((2, 13), 0, 17, 7)
@@ -271,6 +272,7 @@ def test_a_list_of_one_key_gives_its_value_in_float32() -> None:
     assert not none.any()
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_those_of_the_mask() -> None:
     leaves = [torch.randn(1, 6, 2, 16, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(3)]
     indices, _ = draw_lists((1, 6), 0, 6, 3)

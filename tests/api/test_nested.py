@@ -109,6 +109,7 @@ def test_a_bias_is_indexed_within_each_sequence() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph() -> None:
     parts = [torch.randn(n, H, D) for n in (5, 7)]
     x = torch.nested.nested_tensor(parts, layout=torch.jagged)

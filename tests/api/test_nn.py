@@ -219,6 +219,7 @@ def test_layer_runs_in_torchs_transformer_and_is_copied_and_pickled() -> None:
         torch.testing.assert_close(ours(x, **named), theirs(x, **named), **SAME)
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_one_graph() -> None:
     torch._dynamo.reset()
     layers = pair(batch_first=True)

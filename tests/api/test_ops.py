@@ -80,6 +80,7 @@ def with_gradients(call: dict[str, Any]) -> dict[str, Any]:
     return {name: leaf(name, t) for name, t in call.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "layout"), [*((name, "as given") for name in CALLS), ("bshd", "permuted"), ("thd everything", "permuted")]
@@ -134,7 +135,9 @@ def results(function: Any, call: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("bshd", "thd everything") else pytest.mark.exhaustive) for n in CALLS]
+)
 def test_compiled_as_one_graph_gives_the_same(name):
     torch.compiler.reset()
     compiled = torch.compile(flexattn.attention, fullgraph=True, backend="aot_eager")
@@ -145,6 +148,7 @@ def test_compiled_as_one_graph_gives_the_same(name):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("name", ["bshd", "bhsd padding", "thd"])
 def test_new_lengths_compile_nothing(name):
@@ -173,6 +177,7 @@ def test_new_lengths_compile_nothing(name):
     assert graphs.frame_count == compiled_once <= 2
 
 
+@pytest.mark.slow
 def test_one_tensor_may_come_twice_to_a_compiled_call():
     """The cu_seqlens of self-attention do, and k as v."""
     torch.compiler.reset()
@@ -188,6 +193,7 @@ def test_one_tensor_may_come_twice_to_a_compiled_call():
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_warns_of_nothing(monkeypatch):
     """A warning would break the graph; pytest is set to make an error of any."""
     torch.compiler.reset()
@@ -202,6 +208,7 @@ def test_a_compiled_call_warns_of_nothing(monkeypatch):
     torch.testing.assert_close(out, flexattn.attention(**(call | {"max_seqlen_q": 5, "max_seqlen_kv": 5})), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("spelling", ["argument", "around", "inside"])
 def test_the_backend_request_reaches_a_compiled_call(monkeypatch, spelling):
@@ -234,6 +241,7 @@ def test_the_backend_request_reaches_a_compiled_call(monkeypatch, spelling):
     assert requests == (["auto", "eager", "auto"] if spelling == "around" else ["eager"] * 3)
 
 
+@pytest.mark.slow
 def test_alibi_slopes_that_a_trace_made_are_not_kept():
     torch.compiler.reset()
     q = torch.randn(1, 3, 6, 8)  # a number of heads that no other test has

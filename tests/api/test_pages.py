@@ -101,7 +101,7 @@ def same(found: Any, wanted: Any) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.sample("name", "backend")
+@pytest.mark.sample("name", "backend", pairs=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_feature(name: str, backend: str) -> None:
@@ -162,6 +162,7 @@ def test_the_reference() -> None:
         start += n_q
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_gradients_with_seqused(backend: str) -> None:
     case = Case("bshd")
@@ -206,6 +207,7 @@ def test_repeated_calls_with_other_lengths_and_tables() -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_one_graph_under_compile() -> None:
     case = Case("bshd")
     pool = make_pool(case.k, case.v, LENGTHS_KV, 16)

@@ -76,6 +76,7 @@ def test_the_prefix_is_read_from_its_row_alone() -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_one_graph_under_compile() -> None:
     tensors, arguments = make_call(8)
 

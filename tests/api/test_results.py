@@ -52,7 +52,7 @@ def packed_leaves(fmt: str, packing: str) -> tuple[list[Tensor], list[Tensor], i
     return [q, leaf], [q, *unpack(leaf, dim)], dim
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("packing", list(PACKINGS))
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
@@ -138,6 +138,7 @@ def test_the_fakes_know_the_strides(results: Results) -> None:
     torch.library.opcheck(ops._backward_op, (torch.randn_like(out), None, out, lse, *call), test_utils=checks)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     def function(qkv: Tensor) -> Tensor:
         q, k, v = unpack(qkv, -3)
@@ -228,6 +229,7 @@ def test_the_families_of_sm_100_write_dq_alone_in_float32(results: Results, monk
         assert (name, f"it writes {dtype} in 16 bits") in choice.rejected
 
 
+@pytest.mark.sample("fmt", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd"])
 def test_an_out_in_float32(fmt: str, backend: str, device: str) -> None:
@@ -299,6 +301,7 @@ def test_an_out_in_fp8_and_another_format() -> None:
 
 
 @pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_fp8(backend: str) -> None:
     """A call on 16-bit tensors in FP8 writes its gradients into the buffer too."""

@@ -40,6 +40,7 @@ def dense(fmt: str, **options: Any) -> tuple[Any, flexattn.AuxOutput]:
     return attention(q, k, v, qkv_format=fmt, return_aux=EVERYTHING, **options)
 
 
+@pytest.mark.sample("backend")
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 @pytest.mark.parametrize("fmt", ["sbhd", "bhsd", "thd"])
 def test_formats_have_the_same_statistics(fmt: str, backend: str) -> None:
@@ -93,7 +94,9 @@ def test_transforms_are_refused() -> None:
         torch.vmap(lambda rows: attention(q, k, v, return_aux=AuxRequest(rows=rows)).aux.row_weights)(EVERYTHING.rows)
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.sample
+@pytest.mark.slow
+@pytest.mark.parametrize("requires_grad", [True, False])
 def test_compiled_in_one_graph(requires_grad: bool) -> None:
     q, k, v = qkv()
     q.requires_grad_(requires_grad)
@@ -112,6 +115,7 @@ def test_compiled_in_one_graph(requires_grad: bool) -> None:
         assert q.grad is not None
 
 
+@pytest.mark.slow
 def test_nested_tensors_and_pages() -> None:
     q, k, v = ([x[b, :n] for b, n in enumerate(sizes)] for x, sizes in zip(qkv(), (LENGTHS_Q, LENGTHS_KV, LENGTHS_KV), strict=True))
     values = [torch.nested.nested_tensor(x, layout=torch.jagged) for x in (q, k)]
@@ -134,6 +138,7 @@ def test_nested_tensors_and_pages() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docstring_holds() -> None:
     found = doctest.testmod(statistics)
     assert found.attempted > 5

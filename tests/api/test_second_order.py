@@ -97,6 +97,8 @@ COMBINED: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
         | {"dropout_p": 0.3, "rng_state": torch.tensor([3, 5])},
     ),
 }
+# No combined case has these.
+APART = ("padding", "rows without keys", "bias of groups", "alibi, off by one", "given derivative", "block mask")
 
 
 def function_of(tensors: dict[str, Tensor], options: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
@@ -114,7 +116,14 @@ def function_of(tensors: dict[str, Tensor], options: dict[str, Any]) -> tuple[Ca
     return run, tuple(t.clone().requires_grad_() for t in tensors.values())
 
 
-@pytest.mark.parametrize("case", [*COMBINED, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        next(iter(COMBINED)),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [*COMBINED][1:] + [*APART]),
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES if case not in APART),
+    ],
+)
 def test_derivatives_equal_numerical_ones(case: str) -> None:
     run, tensors = function_of(*(CASES | COMBINED)[case])
     fast: dict[str, Any] = {"fast_mode": True, "check_batched_grad": False, "check_undefined_grad": False}
@@ -225,6 +234,7 @@ USES: dict[str, Callable[[Attend], Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("use", USES)
 def test_transforms_equal_those_of_plain_operations(use: str) -> None:
     wanted = USES[use](plain)
@@ -327,6 +337,7 @@ def transformers_door(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 DOORS = [sdpa_door, flex_door, flash_door, flash_packed_door, xformers_door, module_door, transformers_door]
 
 
+@pytest.mark.sample("door", "use")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     "use", ["jvp of grad", "mean flow", *(pytest.param(use, marks=pytest.mark.slow) for use in ("jvp", "penalty"))]
@@ -390,6 +401,7 @@ def test_no_backend_sees_dual_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dual(ours).tangent.any()
 
 
+@pytest.mark.slow
 def test_torch_compile_around_a_jvp() -> None:
     torch.compiler.reset()
 

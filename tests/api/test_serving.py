@@ -51,6 +51,7 @@ def untimed(text: str) -> set[str]:
     return {line.partition(";")[0] for line in text.splitlines()}
 
 
+@pytest.mark.slow
 def test_a_cache_that_loses_a_row_is_found(
     serve: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

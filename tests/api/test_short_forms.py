@@ -146,7 +146,7 @@ def leaves(q_shape: tuple[int, ...], k_shape: tuple[int, ...], needs_grad: bool 
     return [tokens(*shape, seed=i).requires_grad_(needs_grad) for i, shape in enumerate((q_shape, k_shape, k_shape))]
 
 
-@pytest.mark.sample("name", "backend")
+@pytest.mark.sample("name", "backend", values=True)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_short_form_gives_what_the_long_one_gives(name: str, backend: str) -> None:
@@ -182,12 +182,13 @@ def test_other_functions_take_short_forms(name: str) -> None:
     assert call_cache.cache_info()["hits"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "bool mask beside a mask_mod",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.exhaustive)
             for name in ("causal", "window", "both sides", "sink", "bool mask", "float mask")
         ),
     ],
@@ -207,14 +208,17 @@ def test_a_short_form_compiles_to_one_graph(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "short",
     [
-        pytest.param(lambda n: {"causal": True}, id="causal", marks=pytest.mark.slow),
-        pytest.param(lambda n: {"causal": True, "window_size": 3}, id="window", marks=pytest.mark.slow),
-        pytest.param(lambda n: {"mask": torch.ones(n, n, dtype=torch.bool).tril()}, id="bool mask", marks=pytest.mark.slow),
-        pytest.param(lambda n: {"mask": tokens(2, 1, 1, n)}, id="float mask", marks=pytest.mark.slow),
-        pytest.param(lambda n: {"mask": tokens(2, 1, n, n) > 0, "causal": True}, id="causal and a mask", marks=pytest.mark.slow),
+        pytest.param(lambda n: {"causal": True}, id="causal", marks=pytest.mark.exhaustive),
+        pytest.param(lambda n: {"causal": True, "window_size": 3}, id="window", marks=pytest.mark.exhaustive),
+        pytest.param(lambda n: {"mask": torch.ones(n, n, dtype=torch.bool).tril()}, id="bool mask", marks=pytest.mark.exhaustive),
+        pytest.param(lambda n: {"mask": tokens(2, 1, 1, n)}, id="float mask", marks=pytest.mark.exhaustive),
+        pytest.param(
+            lambda n: {"mask": tokens(2, 1, n, n) > 0, "causal": True}, id="causal and a mask", marks=pytest.mark.exhaustive
+        ),
         pytest.param(lambda n: {"causal": True, **flexattn.packed([n - 3, 3])}, id="packed"),
     ],
 )

@@ -174,6 +174,7 @@ def test_autocast_casts_what_is_multiplied() -> None:
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_autocast_of_a_compiled_call() -> None:
     torch.compiler.reset()
     q, k, v = qkv()

@@ -50,6 +50,7 @@ def test_times_are_the_least_of_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -
     assert "".join(ran) == "aabb" + "ab" + "ab", "the first run of each, which may compile, is not timed"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("wrong", [1e-2, float("nan")])
 def test_a_wrong_gradient_fails(wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = demo.forward_backward

@@ -33,6 +33,7 @@ def test_a_target_that_does_not_exist_is_refused(forked_python: Callable[..., su
     assert "accepted: sm_80, sm_86, sm_89, sm_120" in done.stderr
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
 def test_each_case_is_a_call_that_the_reference_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     small = case._replace(keys=min(case.keys, 700), batch=min(case.batch, 1))

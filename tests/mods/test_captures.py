@@ -187,6 +187,7 @@ def test_a_mod_with_captures_of_two_dtypes() -> None:
 MANY = 100_000
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "make",
     [

@@ -69,14 +69,14 @@ CASES = [(t5, 1, "thd"), (decay_and_mask, 4, "bshd"), (from_the_head_alone, 0, "
 MORE = [(t5, 1, "bshd"), (decay_and_mask, 4, "thd"), (from_the_head_alone, 0, "bshd")]
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_mods", "tables", "fmt"), [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)]
 )
 def test_results(make_mods: Any, tables: int, fmt: str, tabulated: list[int], device: str) -> None:
     mask = {"thd": "padding_causal_bottom_right", "bshd": "padding"}[fmt]
     dtype = {"thd": torch.bfloat16, "bshd": torch.float32}[fmt]
-    inputs: dict[str, Any] = {"lengths_q": lengths(37, 0, 5, 50), "lengths_kv": lengths(50, 9, 0, 33), "gap": 3}
+    inputs: dict[str, Any] = {"lengths_q": lengths(37, 0, 5), "lengths_kv": lengths(50, 9, 0), "gap": 3}
     call = {"attn_mask_type": mask, "deterministic": dtype is torch.float32}  # atomics lose more than fp32's budget
     check(make_mods(device), device, call, qkv_format=fmt, padding=True, dtype=dtype, **inputs)
     assert tabulated == [tables, tables]

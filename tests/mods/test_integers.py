@@ -48,6 +48,7 @@ def visible(mask_mod: Any, backend: str, device: str) -> Tensor:
     return attention(q, k, v, mask_mod=mask_mod, backend=backend)[0, :, 0] > 0
 
 
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_conditions_mean_what_torch_says(name: str, backend: str, device: str) -> None:
@@ -66,7 +67,7 @@ def test_what_may_wrap_is_no_band() -> None:
         assert implied_band(mask)[:2] == (None, None)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     st.sampled_from(
         ["add", "sub", "mul", "remainder", "floor_divide", "fmod", "neg", "abs", "bitwise_and", "bitwise_xor", "maximum"]
@@ -120,6 +121,7 @@ SLICES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", SLICES)
 def test_slices_end_where_they_end(name: str, backend: str, device: str) -> None:
@@ -166,7 +168,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("name", [*NAMES, "t_size0", "t_stride0", "t_value", "t_at0", "t_value_at0", "where", "score_mod"])
 def test_names_of_captures(name: str, device: str) -> None:
     """A learnable capture of any name, next to one called t."""

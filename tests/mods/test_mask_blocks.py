@@ -135,7 +135,7 @@ def check_lists(problem: Problem, shown: Tensor, is_exact: bool) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("name", MASKS)
 def test_lists(name: str, device: str) -> None:
     make_mask, is_exact = MASKS[name]
@@ -193,7 +193,7 @@ tests = st.tuples(terms, st.sampled_from(TESTS), terms)
 
 @pytest.mark.slow
 @given(tests, st.sampled_from(JOINS), tests, st.integers(0, 3))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 def test_random_masks(left: Any, join: Any, right: Any, seed: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = torch.randint(-60, 160, (LENGTH - 10,), generator=torch.Generator().manual_seed(seed)).sort().values.to(device)
@@ -231,7 +231,7 @@ def test_attention(name: str, fmt: str, attn_mask_type: str | None, device: str,
     made: list[Any] = []
     with_mask_blocks = mask_blocks.with_mask_blocks
     monkeypatch.setattr(mask_blocks, "with_mask_blocks", lambda *x: made.append(with_mask_blocks(*x)) or made[-1])
-    given = {"lengths_q": [LENGTH] * 2} if fmt != "thd" else {"lengths_q": [70, 133], "lengths_kv": [150, 40], "gap": 3}
+    given = {"lengths_q": [LENGTH]} if fmt != "thd" else {"lengths_q": [70, 133], "lengths_kv": [150, 40], "gap": 3}
     call = {"attn_mask_type": attn_mask_type}
     check((None, MASKS[name][0](device)), device, call, qkv_format=fmt, dtype=torch.bfloat16, **given)
     forward, backward = (problem.block_mask for problem in made)

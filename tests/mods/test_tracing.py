@@ -79,7 +79,7 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_cold_trace_keeps_nothing_of_what_is_around_it(name: str, backend: str) -> None:
@@ -93,6 +93,7 @@ def test_a_cold_trace_keeps_nothing_of_what_is_around_it(name: str, backend: str
     close(later, results(contextlib.nullcontext(), backend))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_cold_mod_in_a_checkpoint(reentrant: bool, backend: str) -> None:
@@ -198,7 +199,7 @@ def test_threads_that_trace_at_once() -> None:
 
     want = [(plain(n, False), plain(n, True)) for n in range(8)]
     shared = scaled(3)
-    for _ in range(20):
+    for _ in range(5):
         clear_cache()
         join.cache_clear()
         call_cache.clear_cache()
@@ -212,6 +213,7 @@ def test_threads_that_trace_at_once() -> None:
     assert not is_fx_tracing()
 
 
+@pytest.mark.slow
 def test_threads_that_compile_while_others_trace() -> None:
     """torch.fx's tracers set a flag of the process. If it is set, functions made by torch.compile raise."""
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
@@ -219,7 +221,7 @@ def test_threads_that_compile_while_others_trace() -> None:
     compiled(x)
 
     def work(n: int) -> None:
-        for i in range(10):
+        for i in range(4):
             if n % 2:
                 trace_mods(lambda s, b, h, q, kv, by=n + 8 * i: s * by, None, needs_grad=True)
             else:
@@ -290,6 +292,7 @@ def unkeyed(tensor: Tensor) -> Mod:
     return lambda s, b, h, i, j: s * tables[0][h]
 
 
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("make", [closure, nested, partial, method, unkeyed])
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")
 def test_a_captured_tensor_dies_with_its_closure(make: Callable[[Tensor], Mod]) -> None:

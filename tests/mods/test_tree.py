@@ -75,6 +75,8 @@ def test_a_long_chain_and_a_star() -> None:
         torch.testing.assert_close(mask(0, 0, i, j), wanted)
 
 
+@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_triton_backend_skips_blocks_of_a_tree(dtype: torch.dtype, device: str) -> None:
     parents, starts, ends, tokens = random_tree(3, segments=5, longest=60)
