@@ -121,6 +121,7 @@ def _install() -> None:
     finally:
         interpreter._patch_attr = patch_attr
     _undo.callback(language.restore)
+    _undo.enter_context(np.errstate(invalid="ignore", over="ignore"))  # NaN and infinity are valid operands
     language.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     for name, operation in _OPERATORS.items():
         language.set_attr(tl.tensor, name, _operator(vars(tl.tensor)[name], operation, name.startswith("__r")))
@@ -230,18 +231,16 @@ def _binary_op(original):
 
 def _create_fma(original, builder, x, y, z):
     exact = (_widen(t).data.astype(np.float64) for t in (x, y, z))  # a product of two fp32 numbers is exact in fp64
-    with np.errstate(invalid="ignore", over="ignore"):
-        result = original(builder, *(TensorHandle(values, tl.float64) for values in exact))
-        return builder.cast_impl(result, z.dtype)
+    result = original(builder, *(TensorHandle(values, tl.float64) for values in exact))
+    return builder.cast_impl(result, z.dtype)
 
 
 def _create_dot(original, builder, a, b, accumulator, *options):
     if accumulator.dtype.scalar.name != "fp32":
         return original(builder, _widen(a), _widen(b), accumulator, *options)
     # In fp64, because BLAS sums a product and its transpose in different orders, and kernels rely on the two being equal.
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid operands
-        exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
-        return TensorHandle(exact.astype(np.float32), tl.float32)
+    exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
+    return TensorHandle(exact.astype(np.float32), tl.float32)
 
 
 def _create_minnumf(original, builder, lhs, rhs):

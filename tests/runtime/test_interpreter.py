@@ -443,7 +443,6 @@ def test_operands_become_what_triton_makes_of_them():
 
 
 @interpreted
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_operators_give_what_triton_gives(monkeypatch):
     from triton.runtime.interpreter import TensorHandle
 
