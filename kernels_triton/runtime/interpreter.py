@@ -33,6 +33,26 @@ if INTERPRETED:  # Triton's interpreter needs numpy; the compiler does not, and 
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
+    _BOOL = np.dtype(bool)
+    _PROMOTED = {
+        "fp32": {"fp32": tl.float32},
+        "int32": {"int32": tl.int32, "int64": tl.int64},
+        "int64": {"int32": tl.int64, "int64": tl.int64},
+    }
+    _OPERATORS = {
+        "__add__": np.add,
+        "__radd__": np.add,
+        "__sub__": np.subtract,
+        "__rsub__": np.subtract,
+        "__mul__": np.multiply,
+        "__rmul__": np.multiply,
+        "__lt__": np.less,
+        "__le__": np.less_equal,
+        "__gt__": np.greater,
+        "__ge__": np.greater_equal,
+        "__eq__": np.equal,
+        "__ne__": np.not_equal,
+    }
     _BUILTIN = tl.core.builtin(lambda: None).__code__  # the code of each function that is marked as a builtin
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # by tl.dtype.name
@@ -70,8 +90,8 @@ def right_arithmetic() -> Iterator[None]:
     Everything else is Triton's own, such as fp32 and fp16 arithmetic, and atomics, which raise on bf16.
 
     Kernels run several times faster. Device functions are patched once. A type and a shape are created once and not for every
-    value. No common type is computed if operands have the same type. No sum is repeated for an overflow check whose result the
-    interpreter drops.
+    value. Operators on fp32 and signed integers call numpy at once. No common type is computed if operands have the same type. No
+    sum is repeated for an overflow check whose result the interpreter drops.
 
     The context may be nested. One thread at a time is inside, and when it leaves, the interpreter is as before. Put only launches
     inside, because triton.language is patched there. If nothing is interpreted, the context does nothing.
@@ -101,7 +121,10 @@ def _install() -> None:
     finally:
         interpreter._patch_attr = patch_attr
     _undo.callback(language.restore)
+    _undo.enter_context(np.errstate(invalid="ignore", over="ignore"))  # NaN and infinity are valid operands
     language.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+    for name, operation in _OPERATORS.items():
+        language.set_attr(tl.tensor, name, _operator(vars(tl.tensor)[name], operation, name.startswith("__r")))
     for owner, name, replacement in (
         (InterpreterBuilder, "get_bf16", _get_bf16),
         (InterpreterBuilder, "cast_impl", _cast_impl),
@@ -208,18 +231,16 @@ def _binary_op(original):
 
 def _create_fma(original, builder, x, y, z):
     exact = (_widen(t).data.astype(np.float64) for t in (x, y, z))  # a product of two fp32 numbers is exact in fp64
-    with np.errstate(invalid="ignore", over="ignore"):
-        result = original(builder, *(TensorHandle(values, tl.float64) for values in exact))
-        return builder.cast_impl(result, z.dtype)
+    result = original(builder, *(TensorHandle(values, tl.float64) for values in exact))
+    return builder.cast_impl(result, z.dtype)
 
 
 def _create_dot(original, builder, a, b, accumulator, *options):
     if accumulator.dtype.scalar.name != "fp32":
         return original(builder, _widen(a), _widen(b), accumulator, *options)
     # In fp64, because BLAS sums a product and its transpose in different orders, and kernels rely on the two being equal.
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid operands
-        exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
-        return TensorHandle(exact.astype(np.float32), tl.float32)
+    exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
+    return TensorHandle(exact.astype(np.float32), tl.float32)
 
 
 def _create_minnumf(original, builder, lhs, rhs):
@@ -274,6 +295,35 @@ def _patch_attr(owner, name, member, builder, scope):
 
 def _patch_lang(_original, _fn):
     return interpreter._LangPatchScope()
+
+
+def _operator(original, operation, is_reflected):
+    """Applies a function of numpy, which promotes integers and broadcasts as Triton does, to fp32 and signed integers."""
+
+    def operator(tensor, other):
+        if type(other) is tl.constexpr:
+            other = other.value
+        dtype, data, operand = tensor.dtype, tensor.handle.data, None
+        if type(other) is tl.tensor:
+            kind = tensor.type if other.shape is tensor.shape else None
+            if dtype.name in _PROMOTED:
+                dtype = _PROMOTED[dtype.name].get(other.dtype.name)
+                operand = None if dtype is None else other.handle.data
+            elif operation is np.add and dtype.is_ptr() and other.dtype.name in _PROMOTED["int32"]:
+                operand = other.handle.data.astype(np.uint64) * max(1, dtype.element_ty.primitive_bitwidth // 8)
+        elif dtype.name in _PROMOTED and _becomes(other, dtype):
+            kind, operand = tensor.type, np.array([other], data.dtype)
+        if operand is None:
+            return original(tensor, other)
+        result = operation(operand, data) if is_reflected else operation(data, operand)
+        element = tl.int1 if result.dtype is _BOOL else dtype
+        if kind is None:
+            kind = tl.block_type(element, list(result.shape))
+        elif kind.scalar is not element:
+            kind = kind.with_element_ty(element)
+        return tl.tensor(TensorHandle(result, dtype), kind)
+
+    return operator
 
 
 def _get_np_dtype(original):  # Triton's function builds a table of all dtypes for each look-up
@@ -365,7 +415,7 @@ def _becomes(number, dtype):
         return False
     if number == 0:
         return math.copysign(1, number) > 0  # the sign of -0.0 is lost until triton 3.8
-    return -3e38 < number < 3e38 or number in (_INFINITY, -_INFINITY)
+    return 2.0**-126 <= abs(number) < 3e38 or number in (_INFINITY, -_INFINITY)  # Triton compares with less in fp64
 
 
 def _constant(number, dtype):

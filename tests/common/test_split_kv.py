@@ -164,7 +164,7 @@ def test_fp8(granularity: str, device: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_gradients_of_a_split_forward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(3, monkeypatch)
-    inputs = make_inputs(lengths_q=[20, 20], lengths_kv=[300, 300], device=device)
+    inputs = make_inputs(lengths_q=[20], lengths_kv=[300], device=device)
     leaves = [getattr(inputs, name).requires_grad_() for name in "qkv"]
     out, lse = flexattn.attention(*leaves, attn_mask_type="causal_bottom_right", backend="triton", return_lse=True)
     dout, dlse = torch.sin(out.detach()), torch.cos(lse.detach())

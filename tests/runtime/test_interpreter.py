@@ -443,6 +443,35 @@ def test_operands_become_what_triton_makes_of_them():
 
 
 @interpreted
+def test_operators_give_what_triton_gives(monkeypatch):
+    from triton.runtime.interpreter import TensorHandle
+
+    from flexattn.kernels_triton.runtime import interpreter
+
+    names, found, dtypes = list(interpreter._OPERATORS), [], ("fp32", "int32", "int64", "uint32", "pointer<fp32>")
+    for is_direct in (True, False):
+        if not is_direct:
+            monkeypatch.setattr(interpreter, "_OPERATORS", {})
+        with right_arithmetic():
+            operands = [x for x in (1e-40, *_operands()) if not isinstance(x, tl.tensor) or x.dtype.name in dtypes]
+            operands.append(tl.tensor(TensorHandle(np.float32([-0.0, 1e-40]), tl.float32), tl.block_type(tl.float32, [2])))
+            tensors = [x for x in operands if isinstance(x, tl.tensor)]
+            found.append([_applied(name, lhs, rhs) for name in names for lhs in tensors for rhs in operands])
+    for i, (direct, expected) in enumerate(zip(*found, strict=True)):
+        assert direct == expected, (names[i // (len(tensors) * len(operands))], direct, expected)
+    assert sum(result is not None for result in found[1]) > 1000
+
+
+def _applied(name: str, lhs: tl.tensor, rhs: object) -> list[object] | None:
+    """The type, shape and bits of an operator's result, or None if it raises."""
+    try:
+        x = getattr(tl.tensor, name)(lhs, rhs)
+    except Exception:
+        return None
+    return [x.type, x.dtype, [s.value for s in x.shape], *_content(x)]
+
+
+@interpreted
 def test_a_value_is_no_wider_than_its_type():
     from triton.runtime.interpreter import TensorHandle
 

@@ -25,7 +25,7 @@ def _on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: families.Policy(takes_what_never_ran=True))
 
 
-@pytest.mark.parametrize(("case", "dtype", "dims"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype", "dims"), [*CASES[:2], pytest.param(*CASES[2], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "memory", [pytest.param(1 << 30, marks=pytest.mark.slow), 2 << 10], ids=["one chunk of queries", "chunks of queries"]
 )

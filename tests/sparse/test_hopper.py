@@ -81,7 +81,11 @@ CASES = [
 
 
 @without_gpu
-@pytest.mark.parametrize(("case", "kernels"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:3]), CASES[3]],
+    ids=str,
+)
 def test_features(case: str, kernels: ModuleType) -> None:
     if kernels is LATENT:
         check(3, call(f"{case}, latent", BF16, (320, 256)), kernels)
