@@ -192,9 +192,8 @@ def test_a_launch_has_the_same_arguments_whoever_makes_it(forked_python, tmp_pat
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [["never", "thd"], ["always", "thd"]]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler")
-@pytest.mark.parametrize("hopper", ["never", "always"])
+@pytest.mark.parametrize("hopper", [pytest.param("never", marks=pytest.mark.exhaustive), pytest.param("always", marks=pytest.mark.slow)])
 def test_every_launch_has_the_same_arguments_whoever_makes_it(forked_python, tmp_path, hopper: str) -> None:
     done = forked_python("-c", COMPARE, hopper, env=own_folders(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
