@@ -193,7 +193,8 @@ def test_a_launch_has_the_same_arguments_whoever_makes_it(forked_python, tmp_pat
 
 
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler")
-@pytest.mark.parametrize("hopper", [pytest.param("never", marks=pytest.mark.exhaustive), pytest.param("always", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hopper", [pytest.param("never", marks=pytest.mark.exhaustive), "always"])
 def test_every_launch_has_the_same_arguments_whoever_makes_it(forked_python, tmp_path, hopper: str) -> None:
     done = forked_python("-c", COMPARE, hopper, env=own_folders(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
