@@ -14,7 +14,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.quantization import dout_like
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window, empty_outputs
 from flexattn.functional import bind_call
-from tests.api.test_support import CASES, Row, make_case
+from tests.api.test_support import ROWS, Row, make_case
 from tests.fuzz.calls import Call
 from tests.fuzz.config import FEATURES, Where, draw_config
 
@@ -281,7 +281,7 @@ def check(spec: AttentionSpec, x: Operands) -> None:
 
 
 @pytest.mark.parametrize("policy", [MEASURED, FORCED], ids=["measured", "forced"])
-@pytest.mark.parametrize("row", CASES)
+@pytest.mark.parametrize("row", [pytest.param(row, id=name) for rows in ROWS.values() for name, row in rows.items()])
 def test_what_is_chosen_is_launched(row: Row, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
     for spec, x in calls_of(row):
