@@ -87,7 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the cases of a test with the mark `sample` as slow or exhaustive, if they are not in the sample that the mark names.
 
     Cases with a new pair of values are slow, all others exhaustive. If the mark has values=True, cases with a new value are slow.
-    If it has pairs=False, or the test is slow itself, all cases outside of the sample are exhaustive.
+    If it has pairs=False, or the test is slow itself, all cases outside of the sample are exhaustive. Tests that find a fault of
+    faults.json must not be exhaustive.
 
     Two parameters were enough to see 70 to 97 % of the faults in each of four systems (Kuhn, Wallace and Gallo, "Software Fault
     Interactions and Implications for Software Testing", IEEE Transactions on Software Engineering 30(6), 2004).
@@ -110,6 +111,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for i, case in enumerate(cases):
             if i not in chosen:
                 case.add_marker(pytest.mark.slow if i in others else pytest.mark.exhaustive)
+    if unseen := [item.nodeid for item in items if item.nodeid in FIND_FAULTS and item.get_closest_marker("exhaustive")]:
+        raise pytest.UsageError(
+            f"CI does not run these exhaustive tests, which find faults of tests/faults.json: {unseen}. Mark them slow, or record"
+            " other tests by python -m tests.faults --record."
+        )
 
 
 @pytest.fixture(scope="session")

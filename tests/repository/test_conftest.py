@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import FIND_FAULTS, ROOT, FreshPython, sampled
+from tests.conftest import FIND_FAULTS, ROOT, FreshPython, pytest_collection_modifyitems, sampled
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int32, torch.int64)
@@ -75,6 +77,14 @@ VALUES = {(1, 1): set(), (2, 2): {"slow"}, (1, 3): {"slow"}}
 @pytest.mark.parametrize("y", [1, 2, 3])
 def test_what_has_no_new_value_is_exhaustive_if_a_sample_asks_for_values(x: int, y: int, request: pytest.FixtureRequest) -> None:
     assert marks_of(request) == VALUES.get((x, y), {"exhaustive"})
+
+
+def test_what_finds_a_fault_is_not_exhaustive(request: pytest.FixtureRequest) -> None:
+    item: Any = SimpleNamespace(nodeid=min(FIND_FAULTS), get_closest_marker={"slow": True}.get)
+    pytest_collection_modifyitems(request.config, [item])
+    item.get_closest_marker = {"exhaustive": True}.get
+    with pytest.raises(pytest.UsageError, match=f"find faults of tests/faults.json: .*{re.escape(item.nodeid)}.* Mark them slow"):
+        pytest_collection_modifyitems(request.config, [item])
 
 
 def marks_of(request: pytest.FixtureRequest) -> set[str]:
