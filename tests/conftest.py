@@ -33,7 +33,7 @@ SETTINGS = ("TRITON_INTERPRET", "FLEXATTN_", "PYTHONPATH")
 
 FreshPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Tests that find a fault of faults.json: they run by default.
+# Tests that find a fault of faults.json. CI runs them: by default if they have the mark `sample`, otherwise as they are marked.
 FIND_FAULTS = frozenset(
     fault["found_by"] for fault in json.loads((ROOT / "tests/faults.json").read_text("utf-8")) if "found_by" in fault
 )

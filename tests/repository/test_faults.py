@@ -21,7 +21,7 @@ def test_faults_of_a_file_can_be_injected(file: str) -> None:
     source = (faults.ROOT / file).read_text()
     for fault in FAULTS:
         if fault.file == file:
-            ast.parse(faults.edit(source, fault), file)
+            compile(faults.edit(source, fault), file, "exec", dont_inherit=True)
             assert dump(fault.old) != dump(fault.new), fault.says
 
 
