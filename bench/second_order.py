@@ -1,19 +1,21 @@
-"""Tangents and double backwards: time beside the forward and backward, and beside torch's math backend; and times of tiles.
+"""Tangents and double backwards: time beside forward, backward, the math backend and jvp-flash-attention; times of tiles.
 
     python -m flexattn.bench.second_order --out second_order.json [--only PATTERN ...]
     python -m flexattn.bench.second_order --tiles --out second_order_tiles.json [--only PATTERN ...]
 
 Each row is a direction of a cell: the device time of one call in microseconds (`measure.time_on_device`), as median and quartiles.
-A jvp includes its forward, and a double backward is the call that differentiates gradients alone. With --tiles each row is a kernel
-with a tile, whose results are compared with the first tile's. Needs a GPU.
+A jvp includes its forward, and a double backward is the call that differentiates gradients alone. Before the timing, the results of
+another implementation are compared with flexattn's. With --tiles each row is a kernel with a tile, whose results are compared with
+the first tile's. Needs a GPU; `pip install --no-deps jvp_flash_attention` brings that peer, which has no double backward.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,9 +61,19 @@ def math_backend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def calls_of(attend: Callable[..., Tensor], shape: tuple[int, ...], device: str = "cuda") -> dict[str, Callable[[], object]]:
+def jvp_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from jvp_flash_attention.jvp_attention import JVPAttn  # type: ignore[import-not-found, unused-ignore]
+
+    out: Tensor = JVPAttn.fwd_dual(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+    return out
+
+
+def calls_of(attend: Callable[..., Tensor], shape: tuple[int, ...], device: str = "cuda") -> dict[str, Callable[[], Any]]:
     """Returns the calls of each direction."""
     *qkv, dout = qkv_of(shape, device)
+    if attend is jvp_flash_attention:  # its layout is bhsd: it copies tensors of another one
+        qkv = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv]
+        return {"forward": lambda: attend(*qkv), "jvp": lambda: torch.func.jvp(attend, tuple(qkv), tuple(reversed(qkv)))}
     leaves = [t.detach().requires_grad_() for t in qkv]
     out = attend(*leaves)
     gradients = torch.autograd.grad(attend(*leaves), leaves, dout, create_graph=True)
@@ -78,13 +90,18 @@ def measure(name: str, shape: tuple[int, ...], run: Run) -> None:
     implementations: dict[str, Callable[..., Tensor]] = {"flexattn": ours}
     if batch * heads * length**2 <= MOST_SCORES:
         implementations["math"] = math_backend
+    if importlib.util.find_spec("jvp_flash_attention"):
+        implementations["jvp-flash-attention"] = jvp_flash_attention
     for implementation, attend in implementations.items():
         calls = calls_of(attend, shape)
+        if error := wrong(calls, shape):
+            run.add({"cell": name, "implementation": implementation, "status": "wrong", "error": error}, f"{name:14} {error}")
+            continue
         for direction, samples in time_on_device(calls, BUDGET_MS).items():
             times = quartiles([1e3 * ms for ms in samples.ms])
             row: Row = {"cell": name, "shape": shape, "implementation": implementation, "direction": direction, **times}
             row["peak_mib"] = peak_bytes(calls[direction]) / 2**20
-            line = f"{name:14} {implementation:10} {direction:16} {times['us']:10.0f} us {row['peak_mib']:9.0f} MiB"
+            line = f"{name:14} {implementation:20} {direction:16} {times['us']:10.0f} us {row['peak_mib']:9.0f} MiB"
             run.add({**row, "status": "measured"}, line)
         del calls
         torch.cuda.empty_cache()
@@ -134,6 +151,17 @@ def candidates(kernel: str, shape: tuple[int, ...], device: str = "cuda", tiles:
 
 def error_of(got: Sequence[Tensor], first: Sequence[Tensor]) -> float:
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, first, strict=True))
+
+
+def wrong(calls: Mapping[str, Callable[[], Any]], shape: tuple[int, ...], device: str = "cuda") -> str:
+    """Returns the first direction whose results differ from flexattn's, with the error; "": all agree."""
+    expected = calls_of(ours, shape, device)
+    for direction, call in calls.items():
+        got, first = (x if isinstance(x, tuple) else (x,) for x in (call(), expected[direction]()))
+        error = error_of(got, first)
+        if not error < WORST:
+            return f"{direction}: error {error:.1e}"
+    return ""
 
 
 def measure_tiles(name: str, shape: tuple[int, ...], run: Run) -> None:

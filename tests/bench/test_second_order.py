@@ -18,6 +18,13 @@ def test_calls_equal_those_of_the_math_backend() -> None:
         torch.testing.assert_close(call(), wanted[direction](), rtol=5e-2, atol=5e-2)
 
 
+def test_a_wrong_result_is_named() -> None:
+    calls = second_order.calls_of(attention, SHAPE, "cpu")
+    assert not second_order.wrong(calls, SHAPE, "cpu")
+    calls["jvp"] = lambda: torch.func.jvp(attention, tuple(qkv := second_order.qkv_of(SHAPE, "cpu")[:3]), tuple(qkv))
+    assert second_order.wrong(calls, SHAPE, "cpu").startswith("jvp: error")
+
+
 @pytest.mark.parametrize("kernel", ["tangent", "keys"])
 def test_a_tile_that_computes_nothing_is_found(kernel: str) -> None:
     tiles = {name: [(16, 16, 4, 1), (32, 16, 4, 1)] for name in second_order.TILES}
