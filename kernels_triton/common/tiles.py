@@ -281,7 +281,7 @@ SHARED_BIAS_GRADIENT: Table = {
     (INTERPRETER, 2): _SMALL,
     (INTERPRETER, 4): _SMALL,
     (80, 2): (
-        Row(128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+        Row(64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
         Row(256, Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     ),
     (86, 2): (
