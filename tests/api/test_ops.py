@@ -97,6 +97,17 @@ def test_opcheck(monkeypatch, name, layout):
         torch.library.opcheck(ops._backward_op, (dout, torch.randn_like(lse), out, lse, *arguments), test_utils=OPCHECKS)
 
 
+def test_the_operator_asks_for_a_gradient_of_lse(monkeypatch):
+    arguments = tuple(t.detach() if isinstance(t, Tensor) else t for t in op_arguments(monkeypatch, with_gradients(CALLS["bshd"])))
+    out, lse, _ = ops._forward_op(*arguments)
+    monkeypatch.setattr(eager_backend, "unsupported", lambda spec, _: "takes no gradient of lse" if spec.needs_lse_grad else None)
+    select.cache_clear()
+    ops._backward_op(torch.ones_like(out), None, out, lse, *arguments)
+    with pytest.raises(flexattn.BackendError, match="takes no gradient of lse"):
+        ops._backward_op(torch.ones_like(out), lse, out, lse, *arguments)
+    select.cache_clear()
+
+
 def test_the_schemas_are_the_operands_and_then_the_settings():
     operands = ["memory" if name == "out" else name for name in Operands._fields]  # as a backward has an out of its own
     expected = [*operands, *ops.Settings._fields]
