@@ -1,0 +1,52 @@
+"""The benchmark of serving engines' layers: all implementations of a cell write the same cache and compute the same attention."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flexattn.bench import decode, decode_cells, engines
+from flexattn.bench.implementations import Unavailable
+
+SMALL = {
+    "decode": decode_cells.Cell((1, 1), (33, 160), heads=4, heads_kv=2, head_dim=32),
+    "sinks, window": decode_cells.decodes(2, 160, heads=4, heads_kv=2, head_dim=32, more="sinks, window"),
+    "FP8": decode_cells.decodes(2, 32, heads=4, heads_kv=2, head_dim=32, is_fp8=True),
+    "mixed": decode_cells.Cell((21, 1, 5), (21, 40, 30), heads=4, heads_kv=2, head_dim=32),
+    "latent": decode_cells.decodes(2, 32, heads=4, heads_kv=1, head_dim=576, page=64, is_latent=True),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_implementations_append_and_attend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "MODEL_LEN", 256)
+    cell = SMALL[name]
+    paged, dense = decode_cells.make_steps(cell, "cpu")
+    wanted = decode_cells.exact(dense, cell)
+    functions = engines.implementations(engines.Work(cell, paged))
+    for implementation, prepare in functions.items():
+        try:
+            call = prepare()
+        except Unavailable as error:
+            assert implementation == engines.VLLM
+            pytest.skip(str(error))
+        call.spoil()
+        assert decode.distance(call(), wanted) < decode.WORST, implementation
+
+
+def test_a_cell_without_the_new_rows_is_wrong() -> None:
+    cell = SMALL["decode"]
+    paged, dense = decode_cells.make_steps(cell, "cpu")
+    work = engines.Work(cell, paged)
+    work.ours(paged.k, paged.v).spoil()
+    work.new = ()
+    assert not decode.distance(work.ours(paged.k, paged.v)(), decode_cells.exact(dense, cell)) < decode.WORST
+
+
+def test_a_missing_package_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "flexattn.integrations.vllm", raising=False)
+    paged, _ = decode_cells.make_steps(SMALL["decode"], "cpu")
+    with pytest.raises(Unavailable, match="vLLM's attention cannot be imported"):
+        engines.implementations(engines.Work(SMALL["decode"], paged))[engines.VLLM]()
