@@ -5,7 +5,7 @@
 Each cell is a layer of one step: new keys and values are appended to a paged cache, and the queries attend to it. vLLM's builder
 makes the metadata of vLLM's layer, which is captured in a CUDA graph and replayed, as engines do. `flexattn` is `append_kv` and
 `attention` over pools of keys and of values, and a page table of the step's longest sequence. `flexattn, vLLM's memory` is the same
-over the memory of vLLM: keys and values in one cache, and a page table for `MODEL_LEN` tokens. For latent attention (MLA) vLLM's own
+over vLLM's memory: keys and values in one cache, and a page table for `MODEL_LEN` tokens. For latent attention (MLA) vLLM's own
 operator appends, which no row includes, and vLLM's memory has q in two parts.
 
 Checks and times are those of `flexattn.bench.decode`. The places of new rows hold NaN before each check. The time of vLLM's builder
