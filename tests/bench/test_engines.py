@@ -24,13 +24,12 @@ def test_all_implementations_append_and_attend(name: str, monkeypatch: pytest.Mo
     cell = SMALL[name]
     paged, dense = decode_cells.make_steps(cell, "cpu")
     wanted = decode_cells.exact(dense, cell)
-    functions = engines.implementations(engines.Work(cell, paged))
-    for implementation, prepare in functions.items():
+    for implementation, prepare in engines.implementations(engines.Work(cell, paged)).items():
         try:
             call = prepare()
-        except Unavailable as error:
+        except Unavailable:
             assert implementation == engines.VLLM
-            pytest.skip(str(error))
+            continue
         call.spoil()
         assert decode.distance(call(), wanted) < decode.WORST, implementation
 
