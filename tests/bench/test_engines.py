@@ -28,7 +28,7 @@ def test_all_implementations_append_and_attend(name: str, monkeypatch: pytest.Mo
         try:
             call = prepare()
         except Unavailable:
-            assert implementation == engines.VLLM
+            assert implementation in (engines.VLLM, engines.SGLANG)
             continue
         call.spoil()
         assert decode.distance(call(), wanted) < decode.WORST, implementation
@@ -43,9 +43,10 @@ def test_a_cell_without_the_new_rows_is_wrong() -> None:
     assert not decode.distance(work.ours(paged.k, paged.v)(), decode_cells.exact(dense, cell)) < decode.WORST
 
 
-def test_a_missing_package_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.delitem(sys.modules, "flexattn.integrations.vllm", raising=False)
+@pytest.mark.parametrize("engine", [engines.VLLM, engines.SGLANG])
+def test_a_missing_package_has_a_reason(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"flexattn.integrations.{engine.lower()}"
+    monkeypatch.setitem(sys.modules, module, None)
     paged, _ = decode_cells.make_steps(SMALL["decode"], "cpu")
-    with pytest.raises(Unavailable, match="vLLM's attention cannot be imported"):
-        engines.implementations(engines.Work(SMALL["decode"], paged))[engines.VLLM]()
+    with pytest.raises(Unavailable, match=module):
+        engines.implementations(engines.Work(SMALL["decode"], paged))[engine]()
