@@ -253,7 +253,10 @@ def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list
     builds: dict[str, Callable[[], object]] = {}
 
     def watched(name: str, prepare: Callable[[], LayerCall]) -> LayerCall:
-        call = prepare()
+        try:
+            call = prepare()
+        except (AttributeError, ImportError, KeyError) as error:  # engines raise errors of any kind if versions differ
+            raise Unavailable(f"{type(error).__name__}: {error}") from error
         if call.build is not None:
             builds[name] = call.build
         return call
