@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from flexattn import attention
 from flexattn.bench import decode, decode_cells, engines
 from flexattn.bench.implementations import Unavailable
 
@@ -34,13 +38,21 @@ def test_all_implementations_append_and_attend(name: str, monkeypatch: pytest.Mo
         assert decode.distance(call(), wanted) < decode.WORST, implementation
 
 
-def test_a_cell_without_the_new_rows_is_wrong() -> None:
+def test_a_replay_that_appends_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     cell = SMALL["decode"]
     paged, dense = decode_cells.make_steps(cell, "cpu")
-    work = engines.Work(cell, paged)
-    work.ours(paged.k, paged.v).spoil()
-    work.new = ()
-    assert not decode.distance(work.ours(paged.k, paged.v)(), decode_cells.exact(dense, cell)) < decode.WORST
+    work, wanted = engines.Work(cell, paged), decode_cells.exact(dense, cell)
+    call = work.ours(paged.k, paged.v)
+    out = call()
+
+    def attend() -> None:
+        out.copy_(attention(work.q, paged.k, paged.v, **paged.where))
+
+    for replay, is_right in ((lambda: out.copy_(call()), True), (attend, False)):
+        graph: Any = SimpleNamespace(replay=replay)
+        error = decode.error_of_replay(decode.Captured(graph, call, out, call.spoil), wanted)
+        assert (error < decode.WORST) == is_right
 
 
 @pytest.mark.parametrize("engine", [engines.VLLM, engines.SGLANG])
