@@ -3,10 +3,11 @@
     python -m flexattn.bench.engines --out engines.json [--only PATTERN ...]
 
 Each cell is a layer of one step: new keys and values are appended to a paged cache, and queries attend to it. The engine's class
-makes the metadata of the layer, which is captured in a CUDA graph and replayed, as engines do. `flexattn` is
-`append_kv` and `attention` over pools of keys and of values, and a page table of the step's longest sequence. `flexattn, vLLM's
-memory` is the same over vLLM's memory: keys and values in one cache, and a page table for `MODEL_LEN` tokens. SGLang appends by its
-own operator. For latent attention (MLA) vLLM does too, so nothing is appended in these cells; vLLM's memory has q in two parts.
+makes the metadata of the layer, which is captured in a CUDA graph and replayed, as engines do. `flexattn` is `append_kv` and
+`attention` over pools of keys and of values, and a page table of the step's longest sequence. `flexattn, vLLM's memory` is the same
+over vLLM's memory: keys and values in one cache, and a page table for `MODEL_LEN` tokens. `heads first` is its layout LBHNC in
+place of its default, LBNHC. SGLang appends by its own operator. For latent attention (MLA) vLLM does too, so nothing is appended in
+these cells; vLLM's memory has q in two parts.
 
 Checks and times are those of `flexattn.bench.decode`. The places of new rows hold NaN before each check. The time to make the
 metadata of a step is measured on the host. Needs a GPU. If an engine is missing, its rows have the reason.
@@ -144,13 +145,13 @@ class Work:
         pages_k, pages_v = self.cache.transpose(1, 2).chunk(2, -1)
         return self.ours(pages_k, pages_v, page_table=self.wide_table)
 
-    def vllm(self) -> LayerCall:
-        """Returns the call of vLLM's layer."""
+    def vllm(self, is_heads_first: bool = False) -> LayerCall:
+        """Returns the call of vLLM's layer. is_heads_first: a head's rows of a page are one piece of memory (HND)."""
         try:
             import flexattn.integrations.vllm  # noqa: F401 (raises if vLLM is missing)
         except ImportError as error:
             raise Unavailable(str(error)) from error
-        return self._vllm_latent() if self.cell.is_latent else self._vllm()
+        return self._vllm_latent() if self.cell.is_latent else self._vllm(self.cache.contiguous() if is_heads_first else self.cache)
 
     def sglang(self) -> LayerCall:
         """Returns the call of SGLang's layer."""
@@ -201,7 +202,7 @@ class Work:
         builder = FlexattnMetadataBuilder(spec, ["layer"], config, self.q.device)
         return lambda: builder.build(0, x)
 
-    def _vllm(self) -> LayerCall:
+    def _vllm(self, cache: Tensor) -> LayerCall:
         from flexattn.integrations.vllm import FlexattnImpl
 
         cell = self.cell
@@ -215,11 +216,11 @@ class Work:
             sinks=self.step.where.get("softmax_offset"),
         )
         layer = SimpleNamespace(**{f"_{name[-1]}_scale": scale for name, scale in self.descales.items()})
-        cache = self.cache.view(torch.uint8) if cell.is_fp8 else self.cache
+        kv_cache = cache.view(torch.uint8) if cell.is_fp8 else cache
         build, output = self.build(), torch.empty_like(self.step.q)
         metadata, (k, v) = build(), self.new
-        pools = self.cache.transpose(1, 2).chunk(2, -1)
-        return LayerCall(lambda: impl.forward(layer, self.q, k, v, cache, metadata, output), lambda: self.spoil(*pools), build)
+        pools = cache.transpose(1, 2).chunk(2, -1)
+        return LayerCall(lambda: impl.forward(layer, self.q, k, v, kv_cache, metadata, output), lambda: self.spoil(*pools), build)
 
     def _vllm_latent(self) -> LayerCall:
         from vllm.config import VllmConfig, set_current_vllm_config
@@ -240,12 +241,14 @@ class Work:
 
 def implementations(work: Work) -> dict[str, Callable[[], LayerCall]]:
     """Returns functions that prepare a call of the layer, by name. An engine's raises Unavailable if it cannot run the cell."""
-    return {
+    made: dict[str, Callable[[], LayerCall]] = {
         OURS: lambda: work.ours(work.step.k, work.step.v),
         "flexattn, vLLM's memory": work.ours_in_vllm_memory,
         VLLM: work.vllm,
-        SGLANG: work.sglang,
     }
+    if not work.cell.is_latent:
+        made[f"{VLLM}, heads first"] = lambda: work.vllm(is_heads_first=True)
+    return made | {SGLANG: work.sglang}
 
 
 def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list[Row]:

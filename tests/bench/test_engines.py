@@ -32,7 +32,7 @@ def test_all_implementations_append_and_attend(name: str, monkeypatch: pytest.Mo
         try:
             call = prepare()
         except Unavailable:
-            assert implementation in (engines.VLLM, engines.SGLANG)
+            assert implementation.startswith((engines.VLLM, engines.SGLANG))
             continue
         call.spoil()
         assert decode.distance(call(), wanted) < decode.WORST, implementation
