@@ -58,6 +58,7 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     call: Call  # holds the tensors that the graph reads
     out: Tensor  # written by each replay
+    spoil: Callable[[], object] = int  # makes all else that a replay writes NaN
 
 
 def captured(call: Call) -> Captured:
@@ -70,7 +71,7 @@ def captured(call: Call) -> Captured:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
-    return Captured(graph, call, out[0] if isinstance(out, tuple) else out)
+    return Captured(graph, call, out[0] if isinstance(out, tuple) else out, getattr(call, "spoil", int))
 
 
 def poison_free_memory() -> None:
@@ -90,6 +91,7 @@ def distance(got: Tensor, wanted: Tensor) -> float:
 def error_of_replay(it: Captured, wanted: Tensor) -> float:
     """Returns the distance between the output of one more replay and `wanted`."""
     it.out.fill_(torch.nan)
+    it.spoil()
     it.graph.replay()
     torch.cuda.synchronize()
     return distance(it.out, wanted)
@@ -140,7 +142,7 @@ def reason_of(error: Exception) -> str:
     return ": ".join([type(error).__name__, " ".join(lines)][: 1 + bool(lines)])[:300]
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -158,7 +160,7 @@ def _prepared(prepare: Callable[[], Call], wanted: Tensor, row: Row, is_timed: b
         raise
     except REFUSALS as e:  # a refusal is a row of the table
         row |= {"status": "refused", "reason": reason_of(e)}
-    _free_memory()
+    free_memory()
     return None
 
 
@@ -168,12 +170,19 @@ def _check_replay(row: Row, it: Captured, wanted: Tensor) -> None:
         row["status"] = "wrong"
 
 
-def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list[Row]:
-    """Returns a row for each implementation of the cell, or a single row if its tensors do not fit in memory."""
+Functions = Callable[[Cell, Step, Step], dict[str, Callable[[], Call]]]
+
+
+def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True, functions_of: Functions | None = None) -> list[Row]:
+    """Returns a row for each implementation of the cell, or a single row if its tensors do not fit in memory.
+
+    functions_of: `implementations`, or another function like it. If a call has a method `spoil`, it runs before each check.
+    """
     try:
         paged, dense = make_steps(cell)
         wanted = exact(dense, cell)
-        functions = implementations(cell, paged, dense)
+        functions = (functions_of or implementations)(cell, paged, dense)
+        del paged, dense
     except torch.OutOfMemoryError as e:
         return [{"cell": name, "implementation": "all", "status": "refused", "reason": reason_of(e)}]
     rows: list[Row] = []
@@ -200,7 +209,7 @@ def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list
     return rows
 
 
-def _outcome(row: Row) -> str:
+def outcome(row: Row) -> str:
     if row["status"] == "measured":
         host = "" if row["host_us"] is None else f", host {row['host_us']:5.1f} us"
         return f"{row['us']:9.1f} us {row['gb_s']:6.0f} GB/s {row['tflops']:6.1f} TFLOP/s{host}"
@@ -227,9 +236,9 @@ def main(argv: list[str] | None = None) -> int:
         if cell is None and (options.check or "*" not in options.only):
             continue
         rows = [measure_merge(flush)] if cell is None else measure(name, cell, flush, not options.check)
-        _free_memory()
+        free_memory()
         for row in rows:
-            run.add(row, f"{name:36} {row['implementation']:32} {_outcome(row)}")
+            run.add(row, f"{name:36} {row['implementation']:32} {outcome(row)}")
     return run.status()
 
 

@@ -51,7 +51,7 @@ def _attend(
     hidden = (distance < 0) | (distance > (len(k) if keys_before is None else keys_before))
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
-        scores = torch.cat((scores, sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)), -1)
+        scores = torch.cat((scores, sinks.to(q)[:, None, None].expand(-1, len(q), 1)), -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
@@ -59,7 +59,7 @@ class Expected:
     """A batch after its step: the bounds of its queries, its lengths and its page tables."""
 
     def __init__(self, cu_seqlens_q: Tensor, seqused_kv: Tensor, page_table: Tensor) -> None:
-        self.bounds, self.lengths, self.page_table = cu_seqlens_q.tolist(), seqused_kv.tolist(), page_table.long()
+        self.bounds, self.lengths, self.page_table = cu_seqlens_q.tolist(), seqused_kv.tolist(), page_table.long().cpu()
 
     def out(self, q: Tensor, pages: tuple[Tensor, Tensor], scale: float, **options: object) -> Tensor:
         """Returns out of each token, in q's dtype. pages: [pages, page_size, h_kv, d] of k and v."""
@@ -71,7 +71,7 @@ class Expected:
         return out
 
     def check(self, out: Tensor, q: Tensor, pages: tuple[Tensor, Tensor], scale: float, **options: object) -> None:
-        """Compares out with float64 arithmetic, within twice the error of arithmetic in q's dtype."""
-        k, v = pages
+        """Compares out with float64 arithmetic on the CPU, within twice the error of arithmetic in q's dtype."""
+        out, q, k, v = (t.cpu() for t in (out, q, *pages))
         ref, eager = (self.out(q.to(d), (k.to(d), v.to(d)), scale, **options) for d in (torch.float64, q.dtype))
         check_close("out", out, ref, eager)

