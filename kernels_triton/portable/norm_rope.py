@@ -19,7 +19,7 @@ from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability_of, num_processors
 from flexattn.kernels_triton.runtime.launch import Launchable, kernel, launch
 
-_PROGRAMS_PER_PROCESSOR = 8  # of a backward
+_PROGRAMS_PER_PROCESSOR = 8  # in a backward
 
 
 class Block(NamedTuple):
@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
     cos: Rows  # [b, s, ROTATED], heads apart; arbitrary without rotation
     sin: Rows
     parts_ptr: Pointer  # fp32 [programs, HEAD_DIM] of a backward: the gradient of the weight over a program's rows
-    num_tokens: int  # of all sequences
+    num_tokens: int  # in all sequences
     length: int  # tokens of a sequence
     programs_q: int  # the first programs are q's, the others k's
     programs_k: int
