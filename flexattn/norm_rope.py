@@ -102,7 +102,8 @@ class _NormRope(torch.autograd.Function):
 def _differentiable_gradients(x: NormRope, dout: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
     """Returns the gradients of `_NormRope.backward` with derivatives."""
     leaves = {i: t for i, t in enumerate(x.tensors) if t is not None and t.requires_grad}
-    found = torch.autograd.grad(norm_rope.reference(x), list(leaves.values()), dout, create_graph=True)
+    results = [(out, d) for out, d in zip(norm_rope.reference(x), dout, strict=True) if out.requires_grad]
+    found = torch.autograd.grad([out for out, _ in results], list(leaves.values()), [d for _, d in results], create_graph=True)
     gradients = dict(zip(leaves, found, strict=True))
     return tuple(gradients.get(i) for i in range(len(x)))
 

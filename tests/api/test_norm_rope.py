@@ -214,6 +214,15 @@ def test_second_and_forward_mode_derivatives(device: str) -> None:
             torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_second_derivative_of_k_alone(device: str) -> None:
+    q, k, *weights = inputs_of(CASES["no rotation"], device).leaves
+    k = k.detach().requires_grad_()
+    _, out = qk_norm_rope(q, k, q_weight=weights[0], k_weight=weights[1])
+    (dk,) = torch.autograd.grad(out.float().square().sum(), k, create_graph=True)
+    (second,) = torch.autograd.grad(dk.float().square().sum(), k)
+    assert second.isfinite().all()
+
+
 @pytest.mark.slow
 def test_transformers_qwen3(device: str) -> None:
     """The modules of Qwen3 and Qwen3.5, on [b, h, s, d]."""
