@@ -27,7 +27,7 @@ from flexattn.nn import qk_norm_rope
 BUDGET_MS = 20.0  # device time of each call
 EPS = 1e-6
 OURS, WRITTEN, FUSED = "flexattn", "torch.compile, as written", "torch.compile, fused"
-BLOCKS = ((512, 4), (1024, 4), (2048, 4), (2048, 8), (4096, 8))  # elements, warps
+BLOCKS = ((512, 4, 8), (1024, 4, 8), (2048, 4, 4), (2048, 4, 5), (2048, 4, 8), (2048, 4, 16), (2048, 8, 4))  # `norm_rope.Block`
 
 
 class Shape(NamedTuple):

@@ -6,6 +6,7 @@ rows, and one sum over programs follows, so results repeat to the bit on one GPU
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,20 +20,19 @@ from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability_of, num_processors
 from flexattn.kernels_triton.runtime.launch import Launchable, kernel, launch
 
-_PROGRAMS_PER_PROCESSOR = 8  # in a backward
-
 
 class Block(NamedTuple):
     """The rows that a program processes at a time."""
 
     elements: int
     num_warps: int
+    programs: int = 0  # for each processor, in a backward
 
 
 BLOCKS = {
     "forward": Block(2048, 4),
-    "backward": Block(2048, 4),
-    "backward, partly rotated": Block(1024, 4),  # larger ones do not fit the registers
+    "backward": Block(2048, 4, 8),
+    "backward, partly rotated": Block(1024, 4, 8),  # larger ones do not fit the registers
 }
 
 
@@ -149,12 +149,10 @@ def _load_rest_of_weight(pointer, META: tl.constexpr):
 
 @triton.jit
 def _load_rotation(args, b, s, is_row, META: tl.constexpr):
-    # Both numbers of a pair have one angle, which is read at the first.
-    columns, _, is_pair = _pair_columns(META)
-    inside = is_row & is_pair[None, :]
-    cos = tl.load(row_pointer(args.cos, b, 0, s, META)[:, None] + columns[None, :], mask=inside, other=0.0)
-    sin = tl.load(row_pointer(args.sin, b, 0, s, META)[:, None] + columns[None, :], mask=inside, other=0.0)
-    return cos.to(tl.float32), sin.to(tl.float32)
+    # Both numbers of a pair have one angle. The compiler drops loads of second halves, which nothing uses.
+    cos, _ = _load_pairs(row_pointer(args.cos, b, 0, s, META), is_row, META)
+    sin, _ = _load_pairs(row_pointer(args.sin, b, 0, s, META), is_row, META)
+    return cos, sin
 
 
 @triton.jit
@@ -296,34 +294,34 @@ class Call(NamedTuple):
         tables = () if self.cos is None or self.sin is None else (self.cos, self.sin)
         strides = {stride for x in (self.q, self.k, *tables, *others) for stride in x.stride()[:-1]}
         align = 8 if all(stride % 8 == 0 for stride in strides) else 1
-        head_dim, rotated = self.q.shape[-1], self.rotated
-        pairs, rest = triton.next_power_of_2(rotated // 2), head_dim - rotated
-        rest_padded = triton.next_power_of_2(max(rest, 1))
-        is_interpreted = capability_of(self.q.device) == INTERPRETER
-        rows = 8 if is_interpreted else block.elements // triton.next_power_of_2(head_dim)
-        q, k = (
-            NormMeta(
-                NUM_HEADS=x.shape[2],
-                HEAD_DIM=head_dim,
-                ROTATED=rotated,
-                PAIRS=pairs,
-                REST=rest,
-                REST_PADDED=rest_padded,
-                ROWS=rows,
-                ALIGN=align,
-                INTERLEAVED=self.settings.interleaved,
-                HAS_NORM=self.q_weight is not None,
-                HAS_ROTATION=self.cos is not None,
-                WEIGHT_OFFSET=float(self.settings.zero_centered),
-            )
-            for x in (self.q, self.k)
-        )
-        return q, k
+        elements = 0 if capability_of(self.q.device) == INTERPRETER else block.elements
+        constants = (self.q.shape[-1], self.rotated, elements, align, self.q_weight is not None, self.cos is not None)
+        return _meta(self.q.shape[2], constants, self.settings), _meta(self.k.shape[2], constants, self.settings)
 
     def arguments(self, sides: tuple[Side, Side], parts: Tensor | None, programs: tuple[int, int], align: int) -> Arguments:
         cos, sin = (_rows(self.q[:, :, 0] if table is None else table, align) for table in (self.cos, self.sin))
         batch, length = self.q.shape[:2]
         return Arguments(*sides, cos, sin, parts, batch * length, length, *programs, self.settings.eps)
+
+
+@functools.lru_cache(maxsize=256)
+def _meta(num_heads: int, constants: tuple[int, int, int, int, bool, bool], settings: Settings) -> NormMeta:
+    """Returns the constants for a tensor. constants: head dim, rotated numbers, elements of a block (0: few), ALIGN, and flags."""
+    head_dim, rotated, elements, align, has_norm, has_rotation = constants
+    return NormMeta(
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        ROTATED=rotated,
+        PAIRS=triton.next_power_of_2(rotated // 2),
+        REST=head_dim - rotated,
+        REST_PADDED=triton.next_power_of_2(max(head_dim - rotated, 1)),
+        ROWS=elements // triton.next_power_of_2(head_dim) or 8,
+        ALIGN=align,
+        INTERLEAVED=settings.interleaved,
+        HAS_NORM=has_norm,
+        HAS_ROTATION=has_rotation,
+        WEIGHT_OFFSET=float(settings.zero_centered),
+    )
 
 
 def norm_rope(call: Call) -> tuple[Tensor, Tensor]:
@@ -354,7 +352,7 @@ def norm_rope_backward(call: Call, dout: tuple[Tensor, Tensor]) -> tuple[Tensor,
         Side(_rows(call.k, align), _rows(dout[1], align), _rows(dk, align), call.k_weight),
     )
     # Each program has about as many rows of q or of k as any other.
-    most = num_processors(device) * (1 if capability_of(device) == INTERPRETER else _PROGRAMS_PER_PROCESSOR)
+    most = num_processors(device) * (1 if capability_of(device) == INTERPRETER else block.programs)
     share = min(most - 1, most * call.rows[0] // max(1, sum(call.rows)))
     programs = min(max(1, share), cdiv(call.rows[0], metas[0].ROWS)), min(most - share, cdiv(call.rows[1], metas[1].ROWS))
     parts = dq.new_empty(sum(programs), dq.shape[-1], dtype=torch.float32) if metas[0].HAS_NORM else None
