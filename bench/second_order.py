@@ -37,6 +37,7 @@ CELLS = {
 }
 BUDGET_MS = 300.0  # device time of each call
 MOST_SCORES = 2**30  # for the math backend, whose matrices of more scores do not fit
+JVP_FLASH_DIMS = (16, 32, 64, 128, 256)
 WORST = 2.0**-6  # |got - first| / |first| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 
 TILES: dict[str, Sequence[tuple[int, int, int, int]]] = {  # queries and keys of a block, warps, stages
@@ -90,7 +91,7 @@ def measure(name: str, shape: tuple[int, ...], run: Run) -> None:
     implementations: dict[str, Callable[..., Tensor]] = {"flexattn": ours}
     if batch * heads * length**2 <= MOST_SCORES:
         implementations["math"] = math_backend
-    if importlib.util.find_spec("jvp_flash_attention"):
+    if importlib.util.find_spec("jvp_flash_attention") and shape[-1] in JVP_FLASH_DIMS:
         implementations["jvp-flash-attention"] = jvp_flash_attention
     for implementation, attend in implementations.items():
         calls = calls_of(attend, shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import eager_backend, triton_backend
-from flexattn.dispatch.pages import without_pages
+from flexattn.dispatch.pages import with_cu_seqlens, without_pages
 from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size
 
 
@@ -56,16 +56,16 @@ def triton_unsupported(spec: AttentionSpec, request: str) -> str | None:
     """Returns why Triton kernels do not compute the statistics of a call, or None if they do."""
     if request == "eager":
         return "backend='eager' is asked for"
-    if spec.page_size:
-        return "the kernels read no pages"
-    return triton_backend.unsupported(spec, "forward")
+    return triton_backend.unsupported(spec._replace(page_size=0), "forward")
 
 
 def statistics(spec: AttentionSpec, request: str, x: Operands, lse: Tensor, wanted: Wanted) -> Statistics:
     """Returns the statistics of a call without dropout. lse: the forward's. request: the call's backend."""
     found = empty_statistics(spec, x, lse, wanted)
+    if spec.page_size:  # no kernel of statistics reads pages. The copy is made on the device, so a CUDA graph can capture it
+        spec, x = without_pages(spec, x)
     if triton_unsupported(spec, request) is not None:
-        _in_torch(spec, x, wanted, found)
+        _in_torch(spec, with_cu_seqlens(x, (spec.q_format, spec.kv_format)), wanted, found)
         return found
     from flexattn.kernels_triton.portable.weight_statistics import Outputs, weight_statistics
 
@@ -82,7 +82,6 @@ def _in_torch(spec: AttentionSpec, x: Operands, wanted: Wanted, found: Statistic
     """Fills the statistics, in blocks of queries."""
     from flexattn.dispatch import reference  # here, as in the eager backend
 
-    spec, x = without_pages(spec, x)
     dtype = found.max_scores.dtype
     whole = reference.Differentiable.of(x)
     with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):

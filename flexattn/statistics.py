@@ -32,7 +32,7 @@ class AuxRequest(NamedTuple):
 
     max_scores and entropy cost one product q k^T, and column_sums one more. For float32 and for scores with a bias, ALiBi or a
     score_mod, column_sums and rows need the first product too. Triton kernels or torch operations compute them, whatever backend
-    runs the forward; `explain(..., return_aux=...).details` says which. Pages take torch operations.
+    runs the forward; `explain(..., return_aux=...).details` says which. Pages are copied in order first.
 
     A backward through any field of the result but lse raises RuntimeError. Under torch.compile these fields require no gradient.
     FP8 and kv_indices allow lse and max_logit only. DTensors, `flexattn.distributed` and `flexattn.jax` do not take return_aux.

@@ -581,7 +581,6 @@ SPARSE_BLOCK_FORWARD = Family[Forward](
     tile=lambda call: _sparse("tiles").block_forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _sparse("block_forward").block_forward(call.problem, call.out, call.lse, tile),
-    has_run=False,
 )
 
 
@@ -606,7 +605,6 @@ SPARSE_BLOCK_BACKWARD = Family[Backward](
     tile=lambda call: _sparse("tiles").block_backward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _sparse("block_backward").block_backward(call, tile),
-    has_run=False,
 )
 
 

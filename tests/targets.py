@@ -64,7 +64,11 @@ LATER = {
         *("flexattn/second_order.py", "flexattn/mods/second.py", "flexattn/jax/derivatives.py", "bench/second_order.py"),
     ),
     "statistics": ("kernels_triton/portable/weight_statistics.py", "flexattn/statistics.py"),
-    "shared biases": ("kernels_triton/portable/shared_bias_gradient.py", "flexattn/integrations/cuequivariance.py"),
+    "shared biases": (
+        "kernels_triton/portable/shared_bias_gradient.py",
+        "kernels_triton/portable/own_bias_gradient.py",
+        "flexattn/integrations/cuequivariance.py",
+    ),
     "few keys and head dims in parts": ("kernels_triton/hopper/few_keys.py", "kernels_triton/hopper/forward_parts.py"),
     "backward above head dim 256": ("kernels_triton/hopper/backward_wide.py",),
     "diffusers": ("flexattn/integrations/diffusers.py",),

@@ -50,6 +50,7 @@ class Rule:
     width: Range | None = None  # the larger head dim
     window: Range | None = None  # keys that a query sees
     bytes: Range | None = None  # size of k and v
+    block: Range | None = None  # keys of an entry of `kv_indices`
     blocks_per_sm: Range | None = None  # blocks of 64 queries and of 64 keys of all heads, for each multiprocessor
     has_left: bool | None = None  # the band has a left side
     is_full_width: bool | None = None  # q's head dim is `head_dim`
@@ -391,13 +392,16 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=64, dropout=True, mask=("open", "causal"), tokens_from=1024, flops_from=2**36, source=_DROPOUT),
     Rule(use="sm_90", head_dim=64, dropout=False, mask=("open", "causal"), mean_tokens=(2048, None),
          tokens_from=2048, flops_from=2**35, source=_STANDARD),
+    # 577 tokens of 2**35.3 FLOPs take equal times, 1500 keys of 2**35.7 take 2 % more, and 1568 tokens of 2**35.8 take 7 % more.
     Rule(use="sm_90", head_dim=64, dropout=False, mask="open", mean_tokens=(256, None),
-         tokens_from=256, flops_from=2**35, source=_STANDARD),
+         tokens_from=256, flops_from=2**36, source=(*_STANDARD, "forward_threshold_64_h200.json")),
     Rule(use="sm_90", head_dim=64, dropout=False, mask="causal", mean_tokens=(512, None),
          tokens_from=512, flops_from=2**35, source=_STANDARD),
     Rule(use="sm_90", head_dim=64, dropout=False, mask="windowed", mean_tokens=(2048, None),
          tokens_from=2048, flops_from=2**35, source=_STANDARD),
-    Rule(use="sm_90", head_dim=64, mask="loaded", tokens_from=1024, flops_from=2**36, source="modified_scores_h200.json"),
+    # 5120 tokens with a bias at head dim 32 take 58 % more time than in the portable kernel (bias_before_h200.json).
+    Rule(use="sm_90", head_dim=64, width=(33, 64), mask="loaded", tokens_from=1024, flops_from=2**36,
+         source="modified_scores_h200.json"),
     # Head dim 128
     Rule(use="sm_90", head_dim=128, dropout=True, mask=("open", "causal"), tokens_from=512, flops_from=2**31, source=_DROPOUT),
     Rule(use="sm_90", head_dim=128, mask=("open", "causal"), mean_tokens=(4096, None),
@@ -480,7 +484,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=512, flops_from=2**36, keys_per_sm_from=128, source=_STANDARD),
     Rule(use="sm_90 two-kernel", head_dim=(64, 128), mask="windowed",
          tokens_from=8192, flops_from=2**36, keys_per_sm_from=128, source=_STANDARD),
-    Rule(use="sm_90 two-kernel", head_dim=(64, 128), mask=("modified", "loaded"),
+    Rule(use="sm_90 two-kernel", head_dim=(64, 128), width=(33, 128), mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**36, keys_per_sm_from=128, source="modified_scores_h200.json"),
     # 9 to 19 % less time than the portable kernels at 256 to 512 tokens on an H200, 2 to 14 % on an H100.
     Rule(use="sm_90 two-kernel", head_dim=192, dropout=True, mask=("open", "causal", "modified", "loaded"),
@@ -599,6 +603,9 @@ CROSSOVERS: tuple[Rule, ...] = (
     # --- Lists of keys: 2,048 keys of one latent head, for 128 query heads; 64 queries take 79 us instead of 278.
     Rule(use="sm_90 sparse latent", head_dim=512, width=(512, 576), gain=3.3,
          source=("sparse_hopper_h200.json", "sparse_h200.json")),
+    # 16 blocks of 128 keys, 16 query heads for a key head: forwards take 8.36 ms instead of 8.53, backwards 17.9 instead of 29.3.
+    Rule(use="sparse by block", head_dim=128, block=(128, 128), grouped=True, capability=90, gain=1.29,
+         source=("sparse_blocks_h200.json", "sparse_h200.json")),
     # --- mma.sync beside the portable kernels: code of sm_80 and of sm_89 on an H200, with an H200's occupancy
     *(Rule(use=use, capability=capability, head_dim=head_dim, mask=mask, dropout=False, paged=False, packed=packed,
            queries=queries, keys_from=keys_from, gain=gain, source=source)

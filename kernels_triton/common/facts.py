@@ -102,6 +102,7 @@ COLUMNS: dict[str, Callable[[Problem], Any]] = {
     "flops": _flops,
     "bytes": key_bytes,
     "keys_per_sm": lambda x: x.k.numel() // x.k.shape[-1] // num_processors(x.device),
+    "block": lambda x: x.kv_block,
     "blocks_per_sm": _blocks_per_sm,
     "gpu": lambda x: "H200" if has_large_l2(x.device) else "H100",
     "capability": lambda x: capability_of(x.device),

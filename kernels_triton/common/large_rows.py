@@ -118,7 +118,7 @@ def large_rows(problem: Problem, lse: Tensor) -> LargeRows:
         return LargeRows(lse, None, None)
     if x.block_mask is not None and x.block_mask.kv_num_blocks is None:  # made from the mask_mod, which defines the mask completely
         x = x.without_block_mask()
-    tile = x.tile(BIAS_GRADIENT)
+    tile = x.tile(BIAS_GRADIENT)._replace(num_warps=4)  # most programs find no large row: more of them run at once
     meta = x.meta(tile)
     remainder, is_any = torch.empty_like(lse), torch.zeros(1, dtype=torch.int32, device=x.device)
     programs = cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch

@@ -45,6 +45,7 @@ from flexattn.kernels_triton.common.sequences import Program, program_of_queries
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.tile_memory import StoredRows, load_parts, load_tile, store_parts, zero_parts
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, cdiv
+from flexattn.kernels_triton.portable.own_bias_gradient import owned_gradient, store_bias_gradient
 from flexattn.kernels_triton.portable.score_gradients import score_gradients
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
@@ -69,6 +70,7 @@ class _QueryBlock(NamedTuple):
     k: HeadRows
     v: HeadRows
     k_t: Any  # in FP8: k with its tokens innermost
+    dbias_ptr: Pointer
 
 
 @triton.jit
@@ -108,6 +110,8 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
         MASK: tl.constexpr = "keys" if IS_MASKED else "none"
         gradient = score_gradient(products, block.statistics, tile, head, inputs, MODS, MASK, META)
         ds = gradient.dscore
+        if block.dbias_ptr is not None:
+            store_bias_gradient(block.dbias_ptr, gradient, tile, head, inputs, META)
         if META.NORMALIZES:
             row_sum += tl.sum(gradient.p, 1)
         if META.IS_FP8:
@@ -137,6 +141,7 @@ class DqArguments(NamedTuple):
     statistics: Statistics  # written here for the other kernels, except for the fields of large rows
     dsink_ptr: Pointer  # [h, b * blocks]: contribution of each query block to the gradient of softmax_offset
     k_t: Channels | None  # in FP8
+    dbias_ptr: Pointer  # [b, h, len_q, len_kv] of `own_bias_gradient`, or None
 
 
 @triton.jit
@@ -213,6 +218,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         k=HeadRows(base=k_base, step=k_step, offsets=k_offsets),
         v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
         k_t=k_t,
+        dbias_ptr=args.dbias_ptr,
     )
     dq = zero_parts(BLOCK_M, META.QK0, META.QK1)
     sums = _QuerySums(dq0=dq.first, dq1=dq.second, row_sum=tl.zeros([BLOCK_M], tl.float32))
@@ -564,7 +570,7 @@ def attention_backward(
         torch.sum(dsink, 1, out=offset)
     if not one_grid:
         _launch_dkdv(call, statistics, num_splits, programs_of_dkdv, tile_dkdv)
-    score_gradients(call, statistics)
+    score_gradients(call if dq_args.dbias_ptr is None else call._replace(dbias=None), statistics)
 
 
 def _dq_arguments(
@@ -582,6 +588,7 @@ def _dq_arguments(
         statistics=statistics,
         dsink_ptr=dsink,
         k_t=transposed(x, "k"),
+        dbias_ptr=owned_gradient(call),
     )
     return args, meta
 

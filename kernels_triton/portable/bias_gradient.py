@@ -72,13 +72,9 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     inputs = args.inputs
-    lengths_q = inputs.lengths_q
-    lengths_kv = inputs.lengths_kv
-    batch = lengths_q.batch
-    num_heads = inputs.num_heads
-    num_tokens_q = lengths_q.num_tokens
-    bias_b, bias_h, bias_q, bias_kv = args.dbias.b, args.dbias.h, args.dbias.q, args.dbias.kv
-    num_splits = args.dbias.num_splits
+    lengths_q, lengths_kv = inputs.lengths_q, inputs.lengths_kv
+    batch, num_heads, num_tokens_q = lengths_q.batch, inputs.num_heads, lengths_q.num_tokens
+    _, bias_b, bias_h, bias_q, bias_kv, num_splits = args.dbias
     blocks_m = tl.cdiv(bias_q, BLOCK_M)
     blocks_n = tl.cdiv(bias_kv, BLOCK_N)
     pid = tl.program_id(0)
@@ -112,8 +108,7 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
         b = first_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
         sequence = sequence_of(lengths_q, lengths_kv, b, META)
-        start_q, len_q = sequence.start_q, sequence.len_q
-        start_kv, len_kv = sequence.start_kv, sequence.len_kv
+        start_q, len_q, start_kv, len_kv = sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv
         shift = (len_kv - len_q) * inputs.band.bottom_right
         large = load_large(args.statistics.large_ptr, args.statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
         first_row = m * BLOCK_M

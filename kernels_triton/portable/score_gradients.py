@@ -18,7 +18,7 @@ def bias_and_capture_gradients(call: Backward) -> None:
 
 def score_gradients(call: Backward, statistics: Statistics) -> None:
     """Writes dbias, unless it is None, and dcaptures, from the statistics that the dq kernel wrote."""
-    if call.dbias is not None and by_rows.HAS_RUN and by_rows.unsupported(call.problem) is None:
+    if call.dbias is not None and by_rows.unsupported(call.problem) is None:
         by_rows.shared_bias_gradient(call.problem, statistics, call.dout, call.dbias)
     elif call.dbias is not None:
         bias_gradient(call.problem, statistics, call.dout, call.dlse, call.dbias)

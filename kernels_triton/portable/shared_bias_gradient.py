@@ -22,16 +22,13 @@ from flexattn.kernels_triton.common.lse_rows import load_large, relative_to_lse
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
 from flexattn.kernels_triton.common.scores import load_bias
-from flexattn.kernels_triton.common.tile_memory import load_tile
-from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
+from flexattn.kernels_triton.common.tile_memory import load_parts
+from flexattn.kernels_triton.common.tiles import SHARED_BIAS_GRADIENT
 from flexattn.kernels_triton.runtime.device import Tile, num_processors
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
-HAS_RUN = False
-"""Whether `score_gradients` uses this kernel. It was compiled and interpreted, and never measured on a GPU."""
-
-PROGRAMS = 4  # for each multiprocessor, if entries of the batch can be divided between programs; not measured
-LEAST_ENTRIES = 8  # batch entries of a program, if they are divided; not measured
+PROGRAMS = 4  # for each multiprocessor, if entries of the batch can be divided between programs
+LEAST_ENTRIES = 8  # batch entries of a program, if they are divided
 
 
 class Arguments(NamedTuple):
@@ -81,14 +78,18 @@ def _attn_bwd_shared_dbias_kernel(args: Arguments, MODS: tl.constexpr, META: tl.
         k_pointer = row_pointer(inputs.k, b, h // inputs.group_size, first_column, META)
         v_pointer = row_pointer(inputs.v, b, h // inputs.group_size, first_column, META)
         dout_pointer = row_pointer(args.dout, b, h, first_row, META)
-        q = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
-        k = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
-        dout = load_tile(dout_pointer, dout_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
-        v = load_tile(v_pointer, v_offsets, first_column, len_kv, 0, META.V0, META.HEAD_DIM_V, True)
+        q = load_parts(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK)
+        k = load_parts(k_pointer, k_offsets, first_column, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK)
+        dout = load_parts(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V)
+        v = load_parts(v_pointer, v_offsets, first_column, len_kv, META.V0, META.V1, META.HEAD_DIM_V)
         row = statistics_row(b, h, num_heads, len_q, 0, META) + first_row
         statistics = by_rows(load_row_statistics(args.statistics, row, len_q - first_row, BLOCK_M, True, META))
-        qk = tl.dot(q, tl.trans(k), input_precision=META.PRECISION)
-        dp = tl.dot(dout, tl.trans(v), input_precision=META.PRECISION)
+        qk = tl.dot(q.first, tl.trans(k.first), input_precision=META.PRECISION)  # S = Q K^T
+        if META.QK1 > 0:
+            qk = tl.dot(q.second, tl.trans(k.second), qk, input_precision=META.PRECISION)
+        dp = tl.dot(dout.first, tl.trans(v.first), input_precision=META.PRECISION)  # dP = dO V^T
+        if META.V1 > 0:
+            dp = tl.dot(dout.second, tl.trans(v.second), dp, input_precision=META.PRECISION)
         s = (qk + bias) * scale if META.HAS_PRE_SCALE_BIAS else qk * scale + bias
         s = relative_to_lse(s, -statistics.lse_log2, large, b, h, i, len_q, META)
         p = tl.exp2(tl.fma(s, LOG2E, -statistics.lse_log2))
@@ -117,9 +118,8 @@ def unsupported(problem: Problem) -> str | None:
     modified = meta.HAS_SOFTCAP, meta.HAS_SCORE_MOD, meta.HAS_DROPOUT, meta.BLOCK_SIZE_Q > 0, x.is_fp8
     if any(modified):
         return "it supports no softcap, score_mod, dropout, block mask and FP8"
-    dims = x.q.shape[-1], x.v.shape[-1]
-    if max(dims) > 128 or any(dim & (dim - 1) for dim in (max(16, dim) for dim in dims)):
-        return f"it supports head dims of one part up to 128, not {dims[0]} and {dims[1]}"
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return f"it supports head dims up to 128, not {x.q.shape[-1]} and {x.v.shape[-1]}"
     return None
 
 
@@ -134,8 +134,7 @@ def shared_bias_gradient(
     x = problem
     if (reason := unsupported(x)) is not None or x.bias is None:
         raise ValueError(f"shared_bias_gradient cannot run this problem: {reason}")
-    if tile is None:
-        tile = x.tile(BIAS_GRADIENT)._replace(num_stages=3 if x.q.shape[-1] + x.v.shape[-1] <= 64 else 2)
+    tile = tile or x.tile(SHARED_BIAS_GRADIENT)
     meta = x.meta(tile, (dout,))
     entries, heads, len_q, len_kv = x.bias.shape
     group = x.batch // entries

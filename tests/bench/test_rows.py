@@ -51,9 +51,9 @@ def test_the_files_cover_the_tiles_that_were_chosen() -> None:
     unshared = {
         (kernel, row.head_dims, slot)
         for kernel, table in TABLES.items()
-        for row in table[90, 2]
+        for row, wider in itertools.zip_longest(table[90, 2], table[90, 2][1:])
         for slot in ("open", "short")
-        if getattr(row, slot) is not None
+        if getattr(row, slot) not in (None, getattr(wider, slot, None))
     }
     assert unshared <= covered
 

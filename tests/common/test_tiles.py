@@ -299,7 +299,10 @@ def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
             assert {banded(length=length) for length in (configs.SHORT + 1, 10**6)} == {row.tile}
             assert tile(length=10**6, is_loaded=False, is_open=True) == (row.open or row.tile)
             assert tile(length=1, is_loaded=False, is_open=True) == (row.open or row.short or row.tile)
-            assert tile(length=1, is_loaded=True, is_open=True) == row.loaded
+            assert tile(length=configs.TINY, is_loaded=True, is_open=True) == (row.tiny or row.loaded)
+            assert tile(length=configs.TINY + 1, is_loaded=True, is_open=True) == row.loaded
+            parts = tile(length=1, is_loaded=True, is_open=True, is_whole=False)
+            assert parts in ((row.tiny, row.loaded) if row.tiny is None or row.tiny.num_stages > 1 else (row.loaded,))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule, zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED, HopperTile, select_hopper_backward_tile
 from flexattn.kernels_triton.families import Policy
-from flexattn.kernels_triton.gluon import dq_sums, forward_launch, work_order
+from flexattn.kernels_triton.gluon import dq_conversion, forward_launch, work_order
 from flexattn.kernels_triton.gluon.descriptors import batch_steps, batch_steps_of, descriptor_error
 from flexattn.kernels_triton.gluon.work_order import query_heads_per_l2_section, section_of_one_size
 from flexattn.kernels_triton.hopper import backward as backward_kernels
@@ -530,7 +530,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    for module in (forward_launch, backward_kernels, fused_launch, fused_192_kernels, dq_sums, statistics):
+    for module in (forward_launch, backward_kernels, fused_launch, fused_192_kernels, dq_conversion, statistics):
         monkeypatch.setattr(module, "launch", noted)
     return seen
 
