@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from flexattn.functional import attention
 from flexattn.mods.trace import Mod
+from flexattn.norm_rope import qk_norm_rope
 from flexattn.validation import check_flags, check_meaning, describe
 from flexattn.warn import warn_once
 
-__all__ = ["Attention", "MultiheadAttention"]
+__all__ = ["Attention", "MultiheadAttention", "qk_norm_rope"]
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

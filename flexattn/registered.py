@@ -24,6 +24,8 @@ _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Ten
     bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing,
     bool batch_invariant, str fp32_gradients='none', bool fp32_out=False, int kv_block=1"""
 _LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
+_NORM_ROPE = """Tensor q, Tensor k, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight,
+    float eps, bool interleaved, bool zero_centered"""
 _KIND = "str granularity, int block_rows, int margin, bool rotation"
 
 # name -> (schema, module). The module defines `<name>_implementation` and, for shapes alone, `<name>_fake`.
@@ -61,6 +63,11 @@ _OPERATORS = {
         "Tensor? cu_seqlens_q, Tensor? seqused_q, str qkv_format, Tensor? descale_k=None, Tensor? descale_v=None, "
         "Tensor(c!)? token_descales_k=None, Tensor(d!)? token_descales_v=None) -> ()",
         "flexattn.append",
+    ),
+    "qk_norm_rope": (f"({_NORM_ROPE}) -> (Tensor, Tensor)", "flexattn.norm_rope"),
+    "qk_norm_rope_backward": (
+        f"(Tensor dq_out, Tensor dk_out, {_NORM_ROPE}) -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)",
+        "flexattn.norm_rope",
     ),
 }
 

@@ -74,6 +74,10 @@ LATER = {
     "diffusers": ("flexattn/integrations/diffusers.py",),
     "trainers": ("flexattn/integrations/megatron.py", "flexattn/integrations/torchtitan.py"),
     "engines": tuple(f"flexattn/integrations/{name}.py" for name in ("engines", "sglang", "vllm")),
+    "QK-norm and rotary positions": (
+        *("kernels_triton/portable/norm_rope.py", "dispatch/norm_rope.py"),
+        *("flexattn/norm_rope.py", "bench/norm_rope.py"),
+    ),
     "verify and models": ("flexattn/cli/verify.py", "bench/model_shapes.py", "bench/model_tables.py"),
 }
 
@@ -90,6 +94,7 @@ TARGETS = [
     Target("lines of device code for few keys and head dims in parts", most=300, holds=True),
     Target("lines of device code for backward above head dim 256", most=220, holds=True),
     Target("lines of device code for shared biases", most=100, holds=True),
+    Target("lines of device code for QK-norm and rotary positions", most=180, holds=True),
     Target("lines of tests"),
     Target(f"listings of {MANY} or more arguments of attention", most=8, holds=True),
     Target(f"files of flexattn (without {', '.join(sorted(DOORS))}) and dispatch that name {ONE_ARGUMENT}", most=6, holds=True),

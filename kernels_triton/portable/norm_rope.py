@@ -1,0 +1,378 @@
+"""RMSNorm of each head of q and k, then rotary positions: one launch for both tensors forward, and one backward.
+
+A row is a head of a token. The backward computes the norms again. Each of its programs adds the gradient of the weight over its
+rows, and one sum over programs follows, so results repeat to the bit on one GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.common.addressing import row_pointer
+from flexattn.kernels_triton.common.arguments import Pointer, Rows
+from flexattn.kernels_triton.common.tiles import cdiv
+from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability_of, num_processors
+from flexattn.kernels_triton.runtime.launch import Launchable, kernel, launch
+
+
+class Block(NamedTuple):
+    """The rows that a program processes at a time."""
+
+    elements: int
+    num_warps: int
+    programs: int = 0  # for each processor, in a backward
+
+
+BLOCKS = {
+    "forward": Block(2048, 4),
+    "backward": Block(2048, 4, 8),
+    "backward, partly rotated": Block(1024, 4, 8),  # larger ones do not fit the registers
+}
+
+
+class Settings(NamedTuple):
+    eps: float  # is added to the mean square
+    interleaved: bool  # pairs are neighbours; else the halves of the rotated part
+    zero_centered: bool  # weights are stored less 1
+
+
+class Side(NamedTuple):
+    """q or k."""
+
+    x: Rows
+    y: Rows  # the result; for a backward its gradient
+    dx: Rows | None
+    weight_ptr: Pointer  # [HEAD_DIM], or None
+
+
+class Arguments(NamedTuple):
+    q: Side
+    k: Side
+    cos: Rows  # [b, s, ROTATED], heads apart; arbitrary without rotation
+    sin: Rows
+    parts_ptr: Pointer  # fp32 [programs, HEAD_DIM] of a backward: the gradient of the weight over a program's rows
+    num_tokens: int  # in all sequences
+    length: int  # tokens of a sequence
+    programs_q: int  # the first programs are q's, the others k's
+    programs_k: int
+    eps: float
+
+
+class NormMeta(NamedTuple):
+    """Constants that the kernels are compiled for, of q or of k; `row_pointer` reads `ALIGN` like that of `Meta`."""
+
+    NUM_HEADS: int
+    HEAD_DIM: int
+    ROTATED: int  # the first columns, which form pairs; all pairs of a head without rotation
+    PAIRS: int  # rounded up to a power of two
+    REST: int  # columns after the pairs
+    REST_PADDED: int
+    ROWS: int
+    ALIGN: int
+    INTERLEAVED: bool
+    HAS_NORM: bool
+    HAS_ROTATION: bool
+    WEIGHT_OFFSET: float
+
+
+@triton.jit
+def _rows_of_block(args, block, META: tl.constexpr):
+    # Returns the batch entry, token and head of each row, and whether it exists.
+    row = block * META.ROWS + tl.arange(0, META.ROWS)
+    token = row // META.NUM_HEADS
+    return token // args.length, token % args.length, row % META.NUM_HEADS, (token < args.num_tokens)[:, None]
+
+
+@triton.jit
+def _load_columns(pointers, is_row, FIRST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    columns = tl.arange(0, PADDED)
+    inside = is_row & (columns < WIDTH)[None, :]
+    return tl.load(pointers[:, None] + (FIRST + columns)[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_columns(pointers, is_row, x, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    columns = tl.arange(0, x.shape[1])
+    inside = is_row & (columns < WIDTH)[None, :]
+    tl.store(pointers[:, None] + (FIRST + columns)[None, :], x.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_pairs(pointers, is_row, META: tl.constexpr):
+    # Returns the first and the second number of each pair.
+    HALF: tl.constexpr = META.ROTATED // 2
+    if META.INTERLEAVED:  # one contiguous tile
+        both = _load_columns(pointers, is_row, 0, META.ROTATED, 2 * META.PAIRS)
+        first, second = tl.split(tl.reshape(both, [META.ROWS, META.PAIRS, 2]))
+    else:
+        first = _load_columns(pointers, is_row, 0, HALF, META.PAIRS)
+        second = _load_columns(pointers, is_row, HALF, HALF, META.PAIRS)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(pointers, is_row, first, second, META: tl.constexpr):
+    HALF: tl.constexpr = META.ROTATED // 2
+    if META.INTERLEAVED:
+        _store_columns(pointers, is_row, tl.interleave(first, second), 0, META.ROTATED)
+    else:
+        _store_columns(pointers, is_row, first, 0, HALF)
+        _store_columns(pointers, is_row, second, HALF, HALF)
+
+
+@triton.jit
+def _pair_columns(META: tl.constexpr):
+    # Returns the columns of both numbers of each pair, and whether the pair exists.
+    pairs = tl.arange(0, META.PAIRS)
+    first, second = pairs, pairs + META.ROTATED // 2
+    if META.INTERLEAVED:
+        first, second = 2 * pairs, 2 * pairs + 1
+    return first, second, pairs < META.ROTATED // 2
+
+
+@triton.jit
+def _load_weight(pointer, columns, inside, META: tl.constexpr):
+    return tl.load(pointer + columns, mask=inside, other=0.0).to(tl.float32)[None, :] + META.WEIGHT_OFFSET
+
+
+@triton.jit
+def _load_rest_of_weight(pointer, META: tl.constexpr):
+    columns = tl.arange(0, META.REST_PADDED)
+    return _load_weight(pointer, META.ROTATED + columns, columns < META.REST, META)
+
+
+@triton.jit
+def _load_rotation(args, b, s, is_row, META: tl.constexpr):
+    # Both numbers of a pair have one angle. The compiler drops loads of second halves, which nothing uses.
+    cos, _ = _load_pairs(row_pointer(args.cos, b, 0, s, META), is_row, META)
+    sin, _ = _load_pairs(row_pointer(args.sin, b, 0, s, META), is_row, META)
+    return cos, sin
+
+
+@triton.jit
+def _inverse_rms(square, eps, META: tl.constexpr):
+    return (1.0 / tl.sqrt(square / META.HEAD_DIM + eps))[:, None]
+
+
+@triton.jit
+def _forward_block(side, args, block, META: tl.constexpr):
+    b, s, h, is_row = _rows_of_block(args, block, META)
+    pointers = row_pointer(side.x, b, h, s, META)
+    x0, x1 = _load_pairs(pointers, is_row, META)
+    if META.REST > 0:
+        x2 = _load_columns(pointers, is_row, META.ROTATED, META.REST, META.REST_PADDED)
+    if META.HAS_NORM:
+        square = tl.sum(x0 * x0 + x1 * x1, 1)
+        if META.REST > 0:
+            square += tl.sum(x2 * x2, 1)
+        factor = _inverse_rms(square, args.eps, META)
+        first, second, is_pair = _pair_columns(META)
+        x0 *= factor * _load_weight(side.weight_ptr, first, is_pair, META)
+        x1 *= factor * _load_weight(side.weight_ptr, second, is_pair, META)
+        if META.REST > 0:
+            x2 *= factor * _load_rest_of_weight(side.weight_ptr, META)
+    if META.HAS_ROTATION:
+        cos, sin = _load_rotation(args, b, s, is_row, META)
+        turned = x0 * cos - x1 * sin
+        x1 = x1 * cos + x0 * sin
+        x0 = turned
+    results = row_pointer(side.y, b, h, s, META)
+    _store_pairs(results, is_row, x0, x1, META)
+    if META.REST > 0:
+        _store_columns(results, is_row, x2, META.ROTATED, META.REST)
+
+
+@kernel
+def _forward_kernel(args: Arguments, META_Q: tl.constexpr, META_K: tl.constexpr):
+    block = tl.program_id(0)
+    if block < args.programs_q:
+        _forward_block(args.q, args, block, META_Q)
+    else:
+        _forward_block(args.k, args, block - args.programs_q, META_K)
+
+
+@triton.jit
+def _backward_blocks(side, args, program, programs, META: tl.constexpr):
+    # Processes every block whose number is `program` modulo `programs`.
+    ROWS: tl.constexpr = META.ROWS
+    PAIRS: tl.constexpr = META.PAIRS
+    REST_PADDED: tl.constexpr = META.REST_PADDED
+    first, second, is_pair = _pair_columns(META)
+    dw0 = tl.zeros([ROWS, PAIRS], tl.float32)
+    dw1 = tl.zeros([ROWS, PAIRS], tl.float32)
+    dw2 = tl.zeros([ROWS, REST_PADDED], tl.float32)
+    if META.HAS_NORM:
+        w0 = _load_weight(side.weight_ptr, first, is_pair, META)
+        w1 = _load_weight(side.weight_ptr, second, is_pair, META)
+        w2 = _load_rest_of_weight(side.weight_ptr, META)
+    for block in range(program, tl.cdiv(args.num_tokens * META.NUM_HEADS, ROWS), programs):
+        b, s, h, is_row = _rows_of_block(args, block, META)
+        gradients = row_pointer(side.y, b, h, s, META)
+        d0, d1 = _load_pairs(gradients, is_row, META)
+        if META.REST > 0:
+            d2 = _load_columns(gradients, is_row, META.ROTATED, META.REST, META.REST_PADDED)
+        if META.HAS_ROTATION:
+            cos, sin = _load_rotation(args, b, s, is_row, META)
+            turned = d0 * cos + d1 * sin
+            d1 = d1 * cos - d0 * sin
+            d0 = turned
+        if META.HAS_NORM:  # dx = (d w - n mean(d w n)) / rms, where n = x / rms
+            pointers = row_pointer(side.x, b, h, s, META)
+            n0, n1 = _load_pairs(pointers, is_row, META)
+            square = tl.sum(n0 * n0 + n1 * n1, 1)
+            if META.REST > 0:
+                n2 = _load_columns(pointers, is_row, META.ROTATED, META.REST, META.REST_PADDED)
+                square += tl.sum(n2 * n2, 1)
+            factor = _inverse_rms(square, args.eps, META)
+            n0 *= factor
+            n1 *= factor
+            dw0 += d0 * n0
+            dw1 += d1 * n1
+            d0 *= w0
+            d1 *= w1
+            product = tl.sum(d0 * n0 + d1 * n1, 1)
+            if META.REST > 0:
+                n2 *= factor
+                dw2 += d2 * n2
+                d2 *= w2
+                product += tl.sum(d2 * n2, 1)
+            mean = (product / META.HEAD_DIM)[:, None]
+            d0 = factor * (d0 - n0 * mean)
+            d1 = factor * (d1 - n1 * mean)
+            if META.REST > 0:
+                d2 = factor * (d2 - n2 * mean)
+        results = row_pointer(side.dx, b, h, s, META)
+        _store_pairs(results, is_row, d0, d1, META)
+        if META.REST > 0:
+            _store_columns(results, is_row, d2, META.ROTATED, META.REST)
+    if META.HAS_NORM:
+        parts_ptr = args.parts_ptr + tl.program_id(0) * META.HEAD_DIM
+        tl.store(parts_ptr + first, tl.sum(dw0, 0), mask=is_pair)
+        tl.store(parts_ptr + second, tl.sum(dw1, 0), mask=is_pair)
+        columns = tl.arange(0, REST_PADDED)
+        tl.store(parts_ptr + META.ROTATED + columns, tl.sum(dw2, 0), mask=columns < META.REST)
+
+
+@kernel
+def _backward_kernel(args: Arguments, META_Q: tl.constexpr, META_K: tl.constexpr):
+    program = tl.program_id(0)
+    if program < args.programs_q:
+        _backward_blocks(args.q, args, program, args.programs_q, META_Q)
+    else:
+        _backward_blocks(args.k, args, program - args.programs_q, args.programs_k, META_K)
+
+
+class Call(NamedTuple):
+    """The tensors of a call, of any strides but a contiguous last dim."""
+
+    q: Tensor  # [b, s, h, d]
+    k: Tensor  # [b, s, h_kv, d]
+    cos: Tensor | None  # [b, s, rotated] or [1, s, rotated], as sin; None: no rotation
+    sin: Tensor | None
+    q_weight: Tensor | None  # [d], as k_weight; None: no norm
+    k_weight: Tensor | None
+    settings: Settings
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of q and of k."""
+        q, k = (x.shape[0] * x.shape[1] * x.shape[2] for x in (self.q, self.k))
+        return q, k
+
+    @property
+    def rotated(self) -> int:
+        return self.q.shape[-1] // 2 * 2 if self.cos is None else self.cos.shape[-1]
+
+    def metas(self, block: Block, others: tuple[Tensor, ...]) -> tuple[NormMeta, NormMeta]:
+        """Returns the constants for q and for k. others: further tensors that the kernel accesses by rows."""
+        tables = () if self.cos is None or self.sin is None else (self.cos, self.sin)
+        strides = {stride for x in (self.q, self.k, *tables, *others) for stride in x.stride()[:-1]}
+        align = 8 if all(stride % 8 == 0 for stride in strides) else 1
+        elements = 0 if capability_of(self.q.device) == INTERPRETER else block.elements
+        constants = (self.q.shape[-1], self.rotated, elements, align, self.q_weight is not None, self.cos is not None)
+        return _meta(self.q.shape[2], constants, self.settings), _meta(self.k.shape[2], constants, self.settings)
+
+    def arguments(self, sides: tuple[Side, Side], parts: Tensor | None, programs: tuple[int, int], align: int) -> Arguments:
+        cos, sin = (_rows(self.q[:, :, 0] if table is None else table, align) for table in (self.cos, self.sin))
+        batch, length = self.q.shape[:2]
+        return Arguments(*sides, cos, sin, parts, batch * length, length, *programs, self.settings.eps)
+
+
+@functools.lru_cache(maxsize=256)
+def _meta(num_heads: int, constants: tuple[int, int, int, int, bool, bool], settings: Settings) -> NormMeta:
+    """Returns the constants for a tensor. constants: head dim, rotated numbers, elements of a block (0: few), ALIGN, and flags."""
+    head_dim, rotated, elements, align, has_norm, has_rotation = constants
+    return NormMeta(
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        ROTATED=rotated,
+        PAIRS=triton.next_power_of_2(rotated // 2),
+        REST=head_dim - rotated,
+        REST_PADDED=triton.next_power_of_2(max(head_dim - rotated, 1)),
+        ROWS=elements // triton.next_power_of_2(head_dim) or 8,
+        ALIGN=align,
+        INTERLEAVED=settings.interleaved,
+        HAS_NORM=has_norm,
+        HAS_ROTATION=has_rotation,
+        WEIGHT_OFFSET=float(settings.zero_centered),
+    )
+
+
+def norm_rope(call: Call) -> tuple[Tensor, Tensor]:
+    """Returns q and k, normalised and rotated; contiguous."""
+    results, block = _empty(call), BLOCKS["forward"]
+    metas = call.metas(block, results)
+    align = metas[0].ALIGN
+    sides = (
+        Side(_rows(call.q, align), _rows(results[0], align), None, call.q_weight),
+        Side(_rows(call.k, align), _rows(results[1], align), None, call.k_weight),
+    )
+    programs = cdiv(call.rows[0], metas[0].ROWS), cdiv(call.rows[1], metas[1].ROWS)
+    _launch(_forward_kernel, call.arguments(sides, None, programs, align), metas, block)
+    return results
+
+
+def norm_rope_backward(call: Call, dout: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of q and k, contiguous, and of their weights, or None without a norm.
+
+    dout: gradients of the results, of any strides but a contiguous last dim.
+    """
+    dq, dk = results = _empty(call)
+    block = BLOCKS["backward" if call.rotated > dq.shape[-1] // 2 else "backward, partly rotated"]
+    metas = call.metas(block, (*results, *dout))
+    align, device = metas[0].ALIGN, dq.device
+    sides = (
+        Side(_rows(call.q, align), _rows(dout[0], align), _rows(dq, align), call.q_weight),
+        Side(_rows(call.k, align), _rows(dout[1], align), _rows(dk, align), call.k_weight),
+    )
+    # Each program has about as many rows of q or of k as any other.
+    most = num_processors(device) * (1 if capability_of(device) == INTERPRETER else block.programs)
+    share = min(most - 1, most * call.rows[0] // max(1, sum(call.rows)))
+    programs = min(max(1, share), cdiv(call.rows[0], metas[0].ROWS)), min(most - share, cdiv(call.rows[1], metas[1].ROWS))
+    parts = dq.new_empty(sum(programs), dq.shape[-1], dtype=torch.float32) if metas[0].HAS_NORM else None
+    _launch(_backward_kernel, call.arguments(sides, parts, programs, align), metas, block)
+    if parts is None or call.q_weight is None or call.k_weight is None:
+        return dq, dk, None, None
+    dq_weight, dk_weight = parts[: programs[0]].sum(0), parts[programs[0] :].sum(0)
+    return dq, dk, dq_weight.to(call.q_weight.dtype), dk_weight.to(call.k_weight.dtype)
+
+
+def _empty(call: Call) -> tuple[Tensor, Tensor]:
+    return call.q.new_empty(call.q.shape), call.k.new_empty(call.k.shape)
+
+
+def _launch(which: Launchable, arguments: Arguments, metas: tuple[NormMeta, NormMeta], block: Block) -> None:
+    tile = Tile(metas[0].ROWS, metas[0].HEAD_DIM, block.num_warps, 1)
+    launch(which, arguments.programs_q + arguments.programs_k, arguments.q.x.ptr.device, tile, (arguments, *metas))
+
+
+def _rows(x: Tensor, align: int) -> Rows:
+    """Returns [b, s, h, d], or a table [b, s, rotated], whose only sequence counts for all."""
+    stride_b, stride_s, stride_h = x.stride()[:3] if x.dim() == 4 else (*x.stride()[:2], 0)
+    return Rows(ptr=x, stride_b=0 if x.shape[0] == 1 else stride_b // align, stride_s=stride_s // align, stride_h=stride_h // align)
