@@ -97,7 +97,7 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
         # The kernels beside Gluon's run in the interpreter, where each program takes milliseconds: few programs do all their work.
         stack.enter_context(mock.patch.multiple(tile_schedule, _PARTS=1, _MOST_PROGRAMS=1))
         stack.enter_context(mock.patch.object(preprocess, "PREPROCESS", tiles.PREPROCESS._replace(block_m=128)))
-        stack.enter_context(mock.patch.object(device_of_calls, "_num_processors", lambda device: PROGRAMS))
+        stack.enter_context(mock.patch.object(device_of_calls, "_num_processors", return_value=PROGRAMS))
         for module in modules:
             launchers = [getattr(module, name).__globals__ for name in ("launch_forward", "launch_fused") if hasattr(module, name)]
             for names in launchers or [vars(module)]:

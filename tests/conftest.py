@@ -161,14 +161,13 @@ def tracked_files() -> list[Path]:
     return [path for path in map(Path, listing.split("\0")[:-1]) if (ROOT / path).exists()]
 
 
-@pytest.fixture(autouse=True)
-def no_call_is_known() -> None:
+def pytest_runtest_setup() -> None:
     """Each test's first call is an ordinary one: what a test before it made, or patched, is forgotten."""
     call_cache.clear_cache()
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_memory() -> Iterator[None]:
     """An element that a kernel forgets to write is NaN, or an absurd integer, and never a 0 that happens to be right."""
 
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -185,14 +184,16 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapper
 
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    ):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (torch.Tensor, "new_empty"),
+            (torch.Tensor, "new_empty_strided"),
+        ):
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
