@@ -17,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ[
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 from tests.support import forked
 
@@ -73,13 +74,33 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keeps the garbage collector from what is collected, torch and Triton, which stay: looking there takes a third of the time."""
+    """Keeps the garbage collector from what is collected, torch and Triton, which stay: looking there takes a third of the time.
+
+    During the tests it looks less often than Python's default of 700 objects.
+    """
     gc.disable()
+    gc.set_threshold(10_000)
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A worker sends one message for a test that passes, and not five, which take longer than most tests."""
+    if not hasattr(item.config, "workerinput"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
+
+
+def pytest_sessionfinish() -> None:
+    """Keeps the garbage collector from all that the session leaves, where pytest and Python look several times at their ends."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
