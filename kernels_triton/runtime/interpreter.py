@@ -66,7 +66,7 @@ _tensor_shapes: dict[tuple[int, ...], tuple[object, object]] = {}  # `shape` and
 _lock = fork_safe(threading.RLock())  # Triton's interpreter has one grid index for all threads, and patches affect all threads
 _open_contexts = 0
 _undo = ExitStack()
-_patches: list[tuple[Any, str, object, object]] = []  # of the last context
+_patches: list[tuple[Any, str, object, object]] = []  # (owner, name, outside, inside) in the last context
 
 
 @contextmanager
