@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Keeps the garbage collector from what is collected, torch and Triton, which stay: looking there takes a third of the time.
 
     During the tests it looks less often than Python's default of 700 objects.
@@ -81,10 +83,29 @@ def pytest_collection() -> Iterator[None]:
     gc.disable()
     gc.set_threshold(10_000)
     try:
-        return (yield)
+        with compiled_once(getattr(session.config, "workerinput", None)):
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def compiled_once(worker: dict[str, Any] | None) -> Iterator[None]:
+    """In a fresh clone, one worker imports first and the others wait: each would compile the same hundreds of files."""
+    if worker is None or sys.platform == "win32" or (ROOT / "tests/sparse/__pycache__").exists():
+        yield
+        return
+    import fcntl
+
+    path = Path(tempfile.gettempdir(), f"flexattn-tests-{worker['testrunuid']}")
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+    path.unlink(missing_ok=True)
 
 
 @pytest.hookimpl(tryfirst=True)
