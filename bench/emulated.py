@@ -80,7 +80,7 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     from flexattn.kernels_triton.common import preprocess, tile_schedule, tiles
-    from flexattn.kernels_triton.gluon import conditions
+    from flexattn.kernels_triton.runtime import device as device_of_calls
     from flexattn.kernels_triton.runtime.launch import flat_arguments, launch
 
     emulator = the_emulator()
@@ -97,13 +97,11 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
         # The kernels beside Gluon's run in the interpreter, where each program takes milliseconds: few programs do all their work.
         stack.enter_context(mock.patch.multiple(tile_schedule, _PARTS=1, _MOST_PROGRAMS=1))
         stack.enter_context(mock.patch.object(preprocess, "PREPROCESS", tiles.PREPROCESS._replace(block_m=128)))
-        stack.enter_context(mock.patch.multiple(conditions, num_processors=lambda device: PROGRAMS))
+        stack.enter_context(mock.patch.object(device_of_calls, "_num_processors", return_value=PROGRAMS))
         for module in modules:
             launchers = [getattr(module, name).__globals__ for name in ("launch_forward", "launch_fused") if hasattr(module, name)]
             for names in launchers or [vars(module)]:
                 stack.enter_context(mock.patch.dict(names, launch=launch_emulated))
-                if "num_processors" in names:
-                    stack.enter_context(mock.patch.dict(names, num_processors=lambda device: PROGRAMS))
         yield reports
 
 

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ[
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 from tests.support import forked
 
@@ -72,14 +75,53 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Keeps the garbage collector from what is collected, torch and Triton, which stay: looking there takes a third of the time."""
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Keeps the garbage collector from what is collected, torch and Triton, which stay: looking there takes a third of the time.
+
+    During the tests it looks less often than Python's default of 700 objects.
+    """
     gc.disable()
+    gc.set_threshold(10_000)
     try:
-        return (yield)
+        with compiled_once(getattr(session.config, "workerinput", None)):
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def compiled_once(worker: dict[str, Any] | None) -> Iterator[None]:
+    """In a fresh clone, one worker imports first and the others wait: each would compile the same hundreds of files."""
+    if worker is None or sys.platform == "win32" or (ROOT / "tests/sparse/__pycache__").exists():
+        yield
+        return
+    import fcntl
+
+    path = Path(tempfile.gettempdir(), f"flexattn-tests-{worker['testrunuid']}")
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+    path.unlink(missing_ok=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A worker sends one message for a test that passes, and not five, which take longer than most tests."""
+    if not hasattr(item.config, "workerinput"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
+
+
+def pytest_sessionfinish() -> None:
+    """Keeps the garbage collector from all that the session leaves, where pytest and Python look several times at their ends."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -161,14 +203,13 @@ def tracked_files() -> list[Path]:
     return [path for path in map(Path, listing.split("\0")[:-1]) if (ROOT / path).exists()]
 
 
-@pytest.fixture(autouse=True)
-def no_call_is_known() -> None:
+def pytest_runtest_setup() -> None:
     """Each test's first call is an ordinary one: what a test before it made, or patched, is forgotten."""
     call_cache.clear_cache()
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_memory() -> Iterator[None]:
     """An element that a kernel forgets to write is NaN, or an absurd integer, and never a 0 that happens to be right."""
 
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -185,14 +226,16 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapper
 
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    ):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (torch.Tensor, "new_empty"),
+            (torch.Tensor, "new_empty_strided"),
+        ):
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

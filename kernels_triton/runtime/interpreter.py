@@ -66,6 +66,7 @@ _tensor_shapes: dict[tuple[int, ...], tuple[object, object]] = {}  # `shape` and
 _lock = fork_safe(threading.RLock())  # Triton's interpreter has one grid index for all threads, and patches affect all threads
 _open_contexts = 0
 _undo = ExitStack()
+_patches: list[tuple[Any, str, object, object]] = []  # (owner, name, outside, inside) in the last context
 
 
 @contextmanager
@@ -113,6 +114,28 @@ def right_arithmetic() -> Iterator[None]:
 
 
 def _install() -> None:
+    for owner, name, original, _ in _patches:
+        if getattr(owner, name, interpreter._MISSING) is not original:  # another patch, which stays
+            _patches.clear()
+            break
+    if not _patches:  # once, because it takes longer than a small launch
+        _patches.extend(_find_patches())
+    for owner, name, _, replacement in _patches:
+        setattr(owner, name, replacement)
+    _undo.callback(_uninstall)
+    _undo.enter_context(np.errstate(invalid="ignore", over="ignore"))  # NaN and infinity are valid operands
+
+
+def _uninstall() -> None:
+    for owner, name, original, _ in _patches:
+        if original is interpreter._MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def _find_patches() -> list[tuple[Any, str, object, object]]:
+    """Patches Triton. Returns (owner, name, attribute before or _MISSING, attribute after) of each part."""
     # Triton patches triton.language for each launch and again for each call of a device function. That takes longer than most
     # operations on a tile. Once is enough, before `_patch_lang` is replaced.
     patch_attr, interpreter._patch_attr = interpreter._patch_attr, _patch_attr
@@ -120,13 +143,11 @@ def _install() -> None:
         language = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     finally:
         interpreter._patch_attr = patch_attr
-    _undo.callback(language.restore)
-    _undo.enter_context(np.errstate(invalid="ignore", over="ignore"))  # NaN and infinity are valid operands
     language.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     for name, operation in _OPERATORS.items():
         language.set_attr(tl.tensor, name, _operator(vars(tl.tensor)[name], operation, name.startswith("__r")))
     for owner, name, replacement in (
-        (InterpreterBuilder, "get_bf16", _get_bf16),
+        (InterpreterBuilder, "get_bf16", _get_bf16),  # triton 3.6 and 3.7 lack it
         (InterpreterBuilder, "cast_impl", _cast_impl),
         (InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
         (InterpreterBuilder, "unary_op", _unary_op),
@@ -144,12 +165,7 @@ def _install() -> None:
         (TritonSemantic, "binary_op_sanitize_overflow_impl", _sanitize_overflow),
         (TritonSemantic, "device_assert", _device_assert),
     ):
-        original = vars(owner).get(name)
-        if original is None:  # get_bf16, which triton 3.6 and 3.7 lack
-            _undo.callback(delattr, owner, name)
-        else:
-            _undo.callback(setattr, owner, name, original)
-        setattr(owner, name, _bind(replacement, original))
+        language.set_attr(owner, name, _bind(replacement, vars(owner).get(name)))
     make: Callable[..., Any]
     for owner, name, make in (  # functions that run several times for every operation
         (TritonSemantic, "binary_op_type_checking_impl", _check_operands),
@@ -160,8 +176,11 @@ def _install() -> None:
         (tl.tensor, "__init__", _make_tensor),
         (TensorHandle, "__init__", _make_handle),
     ):
-        _undo.callback(setattr, owner, name, original := vars(owner)[name])
-        setattr(owner, name, make(original))
+        language.set_attr(owner, name, make(vars(owner)[name]))
+    originals = {}
+    for owner, name, original in language._changes:
+        originals.setdefault((owner, name), original)
+    return [(owner, name, original, getattr(owner, name)) for (owner, name), original in originals.items()]
 
 
 def _bind(replacement: Callable[..., object], original: Callable[..., object] | None) -> Callable[..., object]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn.bench.emulated import emulated
+from flexattn.bench.emulated import PROGRAMS, emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.kernels_triton.blackwell import backward as blackwell_backward
@@ -89,7 +89,7 @@ def test_the_way_through_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for fmt, band, seed in (("thd", {"attn_mask_type": "padding_causal"}, 3), ("sbhd", {"window_size": (40, 9)}, 4)):
         inputs = {"lengths_q": [70, 140], "lengths_kv": [90, 130], "padding": True, "qkv_format": fmt}
         case = call_of("cpu", {"attn_mask_type": "padding", **band}, **inputs)
-        with emulated(seed, blackwell_forward, blackwell_backward) as reports, pretended_device(100, 3):
+        with emulated(seed, blackwell_forward, blackwell_backward) as reports, pretended_device(100, PROGRAMS):
             check(*case)
         assert reports.keys() == set(BOTH)
         assert not any(report.bugs for report in reports.values())

@@ -143,7 +143,7 @@ IGNORED: dict[str, tuple[str, dict[str, Callable[[Operands, AttentionSpec], Any]
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("what", IGNORED)
 def test_what_a_backend_does_not_read_is_found(monkeypatch, what, direction, dtype):

@@ -280,7 +280,8 @@ def check(spec: AttentionSpec, x: Operands) -> None:
         assert ran == KERNELS[direction, name] if x.q.numel() else ran <= KERNELS[direction, name]
 
 
-@pytest.mark.parametrize("policy", [MEASURED, FORCED], ids=["measured", "forced"])
+@pytest.mark.sample("row", "policy")
+@pytest.mark.parametrize("policy", [FORCED, MEASURED], ids=["forced", "measured"])
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for rows in ROWS.values() for name, row in rows.items()])
 def test_what_is_chosen_is_launched(row: Row, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import unittest
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -450,13 +451,12 @@ def test_dropout_of_a_forward_elsewhere_bars_the_backend_from_the_backward(monke
     )
 
 
-def test_a_decision_is_logged_once_with_the_whole_text(caplog, refuse):
+def test_a_decision_is_logged_once_with_the_whole_text(refuse):
     refuse("triton")
-    with caplog.at_level("INFO", logger="flexattn.dispatch.select"):
+    with unittest.TestCase().assertLogs("flexattn.dispatch.select", "INFO") as log:
         for _ in range(3):
             select(ON_CUDA, "forward", "auto")
-    assert len(caplog.records) == 1
-    text = caplog.records[0].getMessage()
+    [text] = [record.getMessage() for record in log.records]
     assert text.startswith("forward of bshd, float32, 4 heads over 2, head dim 16")
     assert "not triton: triton lacks wings; give it wings" in text
     assert "not eager: can run it" in text

@@ -231,6 +231,7 @@ def test_a_long_document_among_many_is_cut_for_many_ranks_alone() -> None:
     assert imbalance(plan) < 1.005 < imbalance(chunks)
 
 
+@pytest.mark.slow
 def test_the_lab_notes_show_what_comes_to_ranks() -> None:
     def share(part: float) -> str:
         return f"{100 * part:.2f} %" if part < 0.01 else f"{100 * part:.1f} %"
@@ -407,7 +408,7 @@ def sparse(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (j < 100) | ((i - j).abs() < 200) | ((j > 1500) & (j < 1500 + i // 4))
 
 
-@pytest.mark.parametrize("mod", [sparse, causal(), packed_tree(4096)])
+@pytest.mark.parametrize("mod", [sparse, *(pytest.param(mod, marks=pytest.mark.slow) for mod in (causal(), packed_tree(4096)))])
 def test_block_masks_are_balanced_in_chunks_of_whole_blocks(mod: Any) -> None:
     mask = flexattn.create_block_mask(mod, None, None, 4096, 4096, "cpu")
     plan = distributed.plan(4, length=4096, block_mask=mask)

@@ -245,8 +245,7 @@ def test_calls_of_a_configuration_differ_in_numbers_alone() -> None:
 
 
 def test_triton_in_fp8_gets_blocks_that_it_takes() -> None:
-    drawn = (draw_config(seed, ON_GPU) for seed in range(4000))
-    sizes = {c.block_mask for c in drawn if c.block_mask and c.fp8_of in ("all", "recipe")}
+    sizes = {c.block_mask for c in drawn_configs() if c.block_mask and c.fp8_of in ("all", "recipe")}
     assert sizes
     assert all(size % 32 == 0 for pair in sizes for size in pair)
 

@@ -211,6 +211,7 @@ def test_half_precision() -> None:
     torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph() -> None:
     tensors = qkv(2, dtype=torch.float32)
     mask, slopes = create_block_mask(causal, None, None, SQ, SKV, "cpu", 32), make(H, dtype=torch.float32)

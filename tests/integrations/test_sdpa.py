@@ -238,14 +238,14 @@ def test_the_kernels_read_every_shape_of_mask(shape: tuple[int, ...], is_float: 
         check(tensors, mask if is_float else mask.detach() > 0, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [
         lambda: make(2, 1, 1, SKV).detach() > 0,
-        *(
-            pytest.param(mask, marks=pytest.mark.slow)
-            for mask in (lambda: make(SQ, SKV, dtype=torch.float32), lambda: None, lambda: causal_lower_right(SQ, SKV))
-        ),
+        lambda: make(SQ, SKV, dtype=torch.float32),
+        lambda: None,
+        lambda: causal_lower_right(SQ, SKV),
     ],
     ids=["bool", "float", "none", "causal"],
 )
@@ -255,6 +255,7 @@ def test_compiles_in_one_graph(mask: Callable[[], Any]) -> None:
     torch.testing.assert_close(compiled(*tensors, mask()), ours(*tensors, mask()))
 
 
+@pytest.mark.slow
 def test_a_mask_for_no_queries_compiles() -> None:
     q, k = torch.randn(1, 2, 0, 8), torch.randn(1, 2, 5, 8)
     compiled = torch.compile(ours, fullgraph=True, backend="eager")

@@ -818,6 +818,7 @@ def test_the_page_names_every_argument() -> None:
     assert [name for name in names if f"`{name}`" not in section] == []
 
 
+@pytest.mark.slow
 def test_it_compiles_into_one_graph() -> None:
     module = te.DotProductAttention(HEADS, DIM, softmax_type="learnable")
     packed = torch.randn(9, BATCH, 3, HEADS, DIM, requires_grad=True)

@@ -125,7 +125,7 @@ def test_a_mod_in_torch_is_recognised_with_a_number_too(device: str) -> None:
         assert (settings.window_right, settings.mods) == (0, "")
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [-1e9, -INF])
 def test_a_mask_is_a_band_under_torch_compile(fill: float, device: str) -> None:
     """Dynamo's recording does not know the type of a comparison; it knows a number in the dict."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flexattn import emulator
-from flexattn.bench.emulated import emulated
+from flexattn.bench.emulated import PROGRAMS, emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd
 from flexattn.kernels_triton.common.problem import Backward
@@ -85,7 +85,7 @@ def run(
             problem = with_key_lists(problem)
         own = (rows, lse.float(), dout_rows, dlse, *memory.views, memory.doffset)
         backward = Backward(problem, *own, deterministic=deterministic)
-        with pretended_device(capability, 108):
+        with pretended_device(capability, PROGRAMS):
             if deterministic:
                 assert conditions.two_kernels_unsupported(backward) is None
                 two.mma_two_kernel_backward(backward)

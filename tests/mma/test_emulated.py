@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, emulator
-from flexattn.bench.emulated import emulated
+from flexattn.bench.emulated import PROGRAMS, emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
@@ -59,7 +59,7 @@ def run(
         problem = triton_backend.to_problem(spec, x)
         out, lse, max_logit = empty_outputs(spec, x)
         rows = as_bshd(out, spec.q_format)
-        with pretended_device(capability, 108):
+        with pretended_device(capability, PROGRAMS):
             assert conditions.forward_unsupported(problem, rows) is None
             kernels.mma_forward(problem, rows, lse, max_logit if spec.return_max_logit else None, splits=splits)
     report = reports["_attn_fwd_mma_kernel"]

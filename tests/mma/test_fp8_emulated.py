@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, emulator
-from flexattn.bench.emulated import emulated
+from flexattn.bench.emulated import PROGRAMS, emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch.spec import as_bshd
 from flexattn.kernels_triton.common.problem import Backward, Problem
@@ -54,7 +54,7 @@ def run(
     out = torch.full((*like.shape[:-1], call.spec.head_dim_v), float("nan"), dtype=torch.bfloat16)
     shape = (problem.num_heads, problem.q.shape[0]) if fmt == "thd" else (problem.batch, problem.num_heads, problem.q.shape[1])
     lse = torch.full(shape, float("nan"))
-    with emulated(seed, kernels) as reports, pretended_device(capability, 108):
+    with emulated(seed, kernels) as reports, pretended_device(capability, PROGRAMS):
         rows = as_bshd(out, fmt)
         assert conditions.fp8_forward_unsupported(problem, rows, False) is None
         kernels.mma_forward(problem, rows, lse, splits=splits)
@@ -181,7 +181,7 @@ def test_the_backward_in_16_bits(dim: int, granularity: str) -> None:
     grads = [torch.full(t.shape, float("nan"), dtype=torch.bfloat16) for t in call.stands_for[:3]]
     views = [as_bshd(t, "thd") for t in grads]
     launched = Backward(wanted.problem, as_bshd(wanted.out, "thd"), wanted.lse, wanted.dout, None, *views)
-    with emulated(3, mma_backward) as reports, pretended_device(89, 128):
+    with emulated(3, mma_backward) as reports, pretended_device(89, PROGRAMS):
         assert family.unsupported(launched) is None
         family.run(launched, family.tile(launched))
     (report,) = reports.values()

@@ -139,6 +139,7 @@ print(*sorted(HEAVY & {*sys.modules}))
 """
 
 
+@pytest.mark.slow
 def test_recording_a_call_imports_no_dynamo(fresh_python: FreshPython) -> None:
     """torch imports it with the first op under a dispatch mode, which takes most of a second in a process's second call."""
     ran = fresh_python("-c", RECORDED.replace("HEAVY", repr({*HEAVY})))

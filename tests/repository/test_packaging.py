@@ -101,6 +101,7 @@ def test_metadata_names_licence_python_and_addresses(metadata: str) -> None:
     assert addresses.keys() == {"Homepage", "Documentation", "Repository", "Issues", "Changelog"}
 
 
+@pytest.mark.slow
 def test_the_version_stands_in_one_place_and_the_changelog_begins_with_it(metadata: str) -> None:
     assert f"\nVersion: {flexattn.__version__}\n" in metadata
     headings = re.findall(r"^## (\S+),", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
@@ -116,6 +117,7 @@ def test_a_citation_names_the_version_and_no_address() -> None:
     assert re.findall(r"^  - .*$", citation, re.MULTILINE) == ["  - name: The flexattn developers"]
 
 
+@pytest.mark.slow
 def test_links_of_the_readme_on_an_index_lead_to_the_versions_files(metadata: str) -> None:
     [repository] = re.findall(r"^Project-URL: Repository, (\S+)$", metadata, re.MULTILINE)
     links, here = (re.findall(r"\]\(([^)]*)\)", text) for text in (metadata, (ROOT / "README.md").read_text("utf-8")))
@@ -125,6 +127,7 @@ def test_links_of_the_readme_on_an_index_lead_to_the_versions_files(metadata: st
         assert link == f"{repository}/{kind}/v{flexattn.__version__}/{original}"
 
 
+@pytest.mark.slow
 def test_every_requirement_has_a_pin(metadata: str) -> None:
     requirements = re.findall(r"^Requires-Dist: ([\w-]+)(.*)$", metadata, re.MULTILINE)
     assert {name for name, rest in requirements if "extra ==" not in rest} == {"torch", "triton", "nvidia-cudnn-frontend"}
@@ -133,10 +136,12 @@ def test_every_requirement_has_a_pin(metadata: str) -> None:
     assert {name for name, _ in requirements} - pinned == {"flexattn"}  # its own extras name it
 
 
+@pytest.mark.slow
 def test_the_versions_that_are_documented_are_those_that_pip_takes(metadata: str) -> None:
     assert refused_versions(metadata) == []
 
 
+@pytest.mark.slow
 def test_a_bound_that_refuses_a_documented_version_is_found(metadata: str) -> None:
     tightened = metadata.replace("Requires-Dist: triton<3.9,", "Requires-Dist: triton<3.8,")
     assert tightened != metadata

@@ -33,7 +33,7 @@ def test_docstrings_name_their_subject() -> None:
 
 
 def test_comments_name_their_subject() -> None:
-    code_modules = [module for module in modules() if module.path.parts[0] != "tests"]
+    code_modules = [module for module in structure.modules(structure.ROOT, "  # of ") if module.path.parts[0] != "tests"]
     assert {module.name: found for module in code_modules if (found := [*structure.unclear_comments(module)])} == {}
 
 
@@ -85,7 +85,7 @@ def test_a_traced_backward_writes_into_nothing_that_a_star_collected() -> None:
     """Dynamo of torch 2.11 treats it as a tuple, and refuses to trace the write."""
     backwards = [
         (module.name, node)
-        for module in modules()
+        for module in structure.modules(structure.ROOT, "first_order")
         for node in ast.walk(module.tree)
         if isinstance(node, ast.FunctionDef) and any(isinstance(d, ast.Name) and d.id == "first_order" for d in node.decorator_list)
     ]

@@ -515,6 +515,22 @@ def test_outside_the_context_the_interpreter_is_untouched():
 
 
 @interpreted
+def test_a_patch_of_another_since_the_last_context_stays(monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    with right_arithmetic():
+        pass
+    called: list[bool] = []
+    create_fma = InterpreterBuilder.create_fma
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", lambda *arguments: called.append(True) or create_fma(*arguments))
+    before, x = _state(), torch.tensor([-2.0])
+    with right_arithmetic():
+        _binary_kernel[(1,)](x, x, x, "fma", 1)
+    assert called
+    assert _state() == before
+
+
+@interpreted
 def test_one_thread_at_a_time_is_inside():
     """Triton's interpreter has one grid index for all threads: if launches overlapped, they would run each other's programs."""
     before = _state()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
-from flexattn.bench.emulated import emulated
+from flexattn.bench.emulated import PROGRAMS, emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd, empty_outputs
 from flexattn.functional import bind_call
@@ -74,9 +74,9 @@ def attend(
     spec = ops.spec_to_run(x, settings)
     out, lse, _ = (t.fill_(float("nan")) for t in empty_outputs(spec, x))
     problem = triton_backend.to_problem(spec, x)
-    with emulated(3, kernel.module) as reports, pretended_device(kernel.capability, 132):
+    with emulated(3, kernel.module) as reports, pretended_device(kernel.capability, PROGRAMS):
         assert kernel.conditions.forward_unsupported(problem, as_bshd(out, spec.q_format)) is None
-        assert number_of_splits(problem, 1, 132) == max(2, -(-problem.longest_kv // problem.piece))
+        assert number_of_splits(problem, 1, PROGRAMS) == max(2, -(-problem.longest_kv // problem.piece))
         kernel.launch(problem, as_bshd(out, spec.q_format), lse)
     for report in reports.values():
         assert {finding.kind for finding in report.findings} <= HARMLESS
