@@ -49,6 +49,9 @@ class Problem(NamedTuple):
     is_extreme: bool  # scores beyond LARGE may come up
 
 
+SIGNS = 4  # draws of the signs of errors
+
+
 class Result(NamedTuple):
     out: Tensor
     lse: Tensor
@@ -189,9 +192,18 @@ def _results(
 
 
 def _noise(lse: Tensor, leaves: dict[str, Tensor], errors: Tensor) -> dict[str, Tensor]:
-    """Returns the errors of gradients that errors of delta, one a row, make: of p * (dp - delta), as a gradient of lse does."""
-    found = torch.autograd.grad(lse, [*leaves.values()], errors, retain_graph=True, allow_unused=True)
-    return {name: t for name, t in zip(leaves, found, strict=True) if t is not None}
+    """Returns the errors of gradients that errors of delta, one a row, make: of p * (dp - delta), as a gradient of lse does.
+
+    The signs of errors are independent. With one draw of them, those of a few rows may cancel, so each number is the largest of
+    several draws. The first has the given signs.
+    """
+    generator = torch.Generator(errors.device).manual_seed(0)
+    draws = [torch.randint(0, 2, errors.shape, generator=generator, device=errors.device) * 2 - 1 for _ in range(SIGNS - 1)]
+    found = [
+        torch.autograd.grad(lse, [*leaves.values()], errors * signs, retain_graph=True, allow_unused=True) for signs in (1, *draws)
+    ]
+    by_leaf = zip(leaves, zip(*found, strict=True), strict=True)
+    return {name: torch.stack([t.abs() for t in drawn]).amax(0) for name, drawn in by_leaf if drawn[0] is not None}
 
 
 def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Rounding) -> tuple[Result, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from tests.fuzz.calls import Call
 from tests.fuzz.check import EAGER, Verdicts
 from tests.fuzz.config import Config, draw_config
 from tests.fuzz.delta import ADDED_AT_ONCE
-from tests.fuzz.oracle import exact
+from tests.fuzz.oracle import _noise, exact
 
 QUERIES, DIM = 130, 128
 SEEDS = range(60, 100)
@@ -177,3 +177,10 @@ def test_what_rounding_makes_of_a_score_that_cancels_is_granted(error: float) ->
     with mock.patch.object(check, "is_cut", return_value=True), mock.patch.object(check, "plain", check.exact):
         check.compare(verdicts, "a call", call, {"lse": lse.float().movedim(2, 1)})
     assert bool(verdicts.failures()) == (error != 0.0)
+
+
+def test_errors_of_a_few_rows_do_not_cancel() -> None:
+    """Four heads may have the same q and k, and two deltas of each sign."""
+    k = torch.ones((), dtype=torch.float64, requires_grad=True)
+    errors = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    assert 2.0 <= _noise(k.expand(4) * 1.0, {"k": k}, errors)["k"].item() <= 4.0
