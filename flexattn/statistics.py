@@ -70,7 +70,8 @@ class AuxOutput(NamedTuple):
         max_scores (Tensor): lse's shape: the largest visible score of each query, -inf if none is visible.
         entropy (Tensor): lse's shape: -sum_j p_j log(p_j), in nats, of the weights p_j of the keys. A sink is no term of the sum.
         column_sums (Tensor): [b, h, skv], or [h, t_kv] for keys in "thd": sum_i p_ij for each key j.
-        row_weights (Tensor): [b, h, n, skv]: the weights of the queries in `rows`. For "thd" and pages skv is max_seqlen_kv.
+        row_weights (Tensor): [b, h, n, skv]: the weights of the queries in `rows`. For "thd" and pages skv is
+            max_seqlen_kv, for "thd" at most the next power of two of all tokens.
     """
 
     lse: Tensor | None = None

@@ -60,7 +60,8 @@ class ChosenArguments(NamedTuple):
     kinds: BlockKinds | None
     chosen_ptr: Pointer  # int32 [b, count]: positions of queries in their sequence; others than 0 .. length - 1 are none
     count: int
-    weights_ptr: Pointer  # fp32 [b, h, count, longest_kv], contiguous
+    weights_ptr: Pointer  # fp32 [b, h, count, width], contiguous
+    width: int  # max_seqlen_kv as it was given, which packed keys may be fewer than
 
 
 class WeightedQueries(NamedTuple):
@@ -184,8 +185,7 @@ def _attn_chosen_weights_kernel(args: ChosenArguments, MODS: tl.constexpr, META:
     BLOCK_N: tl.constexpr = META.BLOCK_N
     inputs = args.inputs
     pid = tl.program_id(0)
-    longest = inputs.lengths_kv.max_seqlen
-    blocks = tl.cdiv(longest, BLOCK_N)
+    blocks = tl.cdiv(inputs.lengths_kv.max_seqlen, BLOCK_N)
     n = pid % blocks * BLOCK_N
     parts = tl.cdiv(args.count, BLOCK_M)
     part = pid // blocks % parts
@@ -219,15 +219,15 @@ def _attn_chosen_weights_kernel(args: ChosenArguments, MODS: tl.constexpr, META:
     if args.scale_ptr is not None:
         p *= tl.load(args.scale_ptr + own, mask=is_real, other=0.0)[:, None]
     columns = n + tl.arange(0, BLOCK_N)
-    target = (tl.cast(b * inputs.num_heads + h, tl.int64) * args.count + place) * longest
-    inside = (place < args.count)[:, None] & (columns < longest)[None, :]
+    target = (tl.cast(b * inputs.num_heads + h, tl.int64) * args.count + place) * args.width
+    inside = (place < args.count)[:, None] & (columns < args.width)[None, :]
     tl.store(args.weights_ptr + target[:, None] + columns[None, :], p, mask=inside)
 
 
 class Outputs(NamedTuple):
     """Memory for the statistics, fp32 and contiguous, or None for those that are not asked for.
 
-    max_scores and entropy have lse's layout, column_sums is [b, h, skv] or [h, total_kv], and row_weights [b, h, n, longest_kv].
+    max_scores and entropy have lse's layout, column_sums is [b, h, skv] or [h, total_kv], and row_weights [b, h, n, width].
     The first is -inf and the others are zeros before the launch.
     """
 
@@ -265,6 +265,7 @@ def weight_statistics(
             chosen_ptr=chosen,
             count=count,
             weights_ptr=outputs.row_weights,
+            width=outputs.row_weights.shape[-1],
         )
         programs = cdiv(x.longest_kv, tile.block_n) * cdiv(count, tile.block_m) * x.num_heads * x.batch
         _launch(_attn_chosen_weights_kernel, programs, rows, x, x.meta(tile), tile)

@@ -127,6 +127,23 @@ def test_nested_tensors() -> None:
     torch.testing.assert_close(got.entropy, want.entropy)
 
 
+@pytest.mark.parametrize("longest", [11, 40])
+def test_chosen_rows_are_as_wide_as_a_bias(longest: int) -> None:
+    """The bias may be wider than the number of all tokens, at which the kernels' own longest length ends."""
+    q, k, v = (x[:1, :n].flatten(0, 1) for x, n in zip(qkv(), (9, 11, 11), strict=True))
+    lengths = {"cu_seqlens_q": [0, 9], "cu_seqlens_kv": [0, 11]}
+    packed = {name: torch.tensor(x, dtype=torch.int32, device=DEVICE) for name, x in lengths.items()}
+    rows = torch.tensor([2, 0, 8, 9], device=DEVICE)
+    bias = torch.randn(1, 1, 1, longest, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    call = {**packed, "bias": bias, "qkv_format": "thd", "attn_mask_type": "padding", "max_seqlen_q": 9, "max_seqlen_kv": longest}
+    got, want = (
+        attention(q, k, v, **call, backend=backend, return_aux=AuxRequest(rows=rows)).aux.row_weights
+        for backend in ("triton", "eager")
+    )
+    assert got.shape == want.shape == (1, 4, 4, longest)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_pages(backend: str) -> None:
     """The kernels read a copy of the pages. Keys behind a sequence's length are in it, and count nowhere."""
