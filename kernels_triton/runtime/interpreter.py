@@ -177,7 +177,7 @@ def _find_patches() -> list[tuple[Any, str, object, object]]:
         (TensorHandle, "__init__", _make_handle),
     ):
         language.set_attr(owner, name, make(vars(owner)[name]))
-    originals = {}
+    originals: dict[tuple[Any, str], object] = {}
     for owner, name, original in language._changes:
         originals.setdefault((owner, name), original)
     return [(owner, name, original, getattr(owner, name)) for (owner, name), original in originals.items()]
