@@ -31,8 +31,7 @@ class Block(NamedTuple):
 
 BLOCKS = {
     "forward": Block(2048, 4),
-    "backward": Block(2048, 4, 8),
-    "backward, partly rotated": Block(1024, 4, 8),  # larger ones do not fit the registers
+    "backward": Block(2048, 4, 5),
 }
 
 
@@ -69,15 +68,12 @@ class NormMeta(NamedTuple):
 
     NUM_HEADS: int
     HEAD_DIM: int
-    ROTATED: int  # the first columns, which form pairs; all pairs of a head without rotation
-    PAIRS: int  # rounded up to a power of two
-    REST: int  # columns after the pairs
-    REST_PADDED: int
+    ROTATED: int  # the first columns; 0: no rotation
+    PAIRS: int  # of all columns, rounded up to a power of two
     ROWS: int
     ALIGN: int
     INTERLEAVED: bool
     HAS_NORM: bool
-    HAS_ROTATION: bool
     WEIGHT_OFFSET: float
 
 
@@ -90,102 +86,103 @@ def _rows_of_block(args, block, META: tl.constexpr):
 
 
 @triton.jit
-def _load_columns(pointers, is_row, FIRST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    columns = tl.arange(0, PADDED)
-    inside = is_row & (columns < WIDTH)[None, :]
-    return tl.load(pointers[:, None] + (FIRST + columns)[None, :], mask=inside, other=0.0).to(tl.float32)
+def _columns(META: tl.constexpr):
+    # Returns the columns of both numbers of each pair, and whether each exists. Columns that are not rotated form pairs too, so
+    # that one layout holds a head in two tiles.
+    HALF: tl.constexpr = META.ROTATED // 2
+    NUM_FIRST: tl.constexpr = (META.HEAD_DIM + 1) // 2
+    pair = tl.arange(0, META.PAIRS)
+    if META.INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first = tl.where(pair < HALF, pair, pair + HALF)
+        second = tl.where(pair < HALF, pair + HALF, pair + NUM_FIRST)
+    return first, second, pair < NUM_FIRST, pair < META.HEAD_DIM // 2
 
 
 @triton.jit
-def _store_columns(pointers, is_row, x, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    columns = tl.arange(0, x.shape[1])
-    inside = is_row & (columns < WIDTH)[None, :]
-    tl.store(pointers[:, None] + (FIRST + columns)[None, :], x.to(pointers.dtype.element_ty), mask=inside)
+def _load_tile(pointers, columns, inside, other: tl.constexpr):
+    return tl.load(pointers[:, None] + columns[None, :], mask=inside, other=other).to(tl.float32)
+
+
+@triton.jit
+def _load_neighbours(pointers, is_row, WIDTH: tl.constexpr, other: tl.constexpr, META: tl.constexpr):
+    columns = tl.arange(0, 2 * META.PAIRS)
+    both = _load_tile(pointers, columns, is_row & (columns < WIDTH)[None, :], other)
+    return tl.split(tl.reshape(both, [META.ROWS, META.PAIRS, 2]))
 
 
 @triton.jit
 def _load_pairs(pointers, is_row, META: tl.constexpr):
     # Returns the first and the second number of each pair.
-    HALF: tl.constexpr = META.ROTATED // 2
-    if META.INTERLEAVED:  # one contiguous tile
-        both = _load_columns(pointers, is_row, 0, META.ROTATED, 2 * META.PAIRS)
-        first, second = tl.split(tl.reshape(both, [META.ROWS, META.PAIRS, 2]))
-    else:
-        first = _load_columns(pointers, is_row, 0, HALF, META.PAIRS)
-        second = _load_columns(pointers, is_row, HALF, HALF, META.PAIRS)
-    return first, second
-
-
-@triton.jit
-def _store_pairs(pointers, is_row, first, second, META: tl.constexpr):
-    HALF: tl.constexpr = META.ROTATED // 2
     if META.INTERLEAVED:
-        _store_columns(pointers, is_row, tl.interleave(first, second), 0, META.ROTATED)
+        x0, x1 = _load_neighbours(pointers, is_row, META.HEAD_DIM, 0.0, META)
     else:
-        _store_columns(pointers, is_row, first, 0, HALF)
-        _store_columns(pointers, is_row, second, HALF, HALF)
+        first, second, has_first, has_second = _columns(META)
+        x0 = _load_tile(pointers, first, is_row & has_first[None, :], 0.0)
+        x1 = _load_tile(pointers, second, is_row & has_second[None, :], 0.0)
+    return x0, x1
 
 
 @triton.jit
-def _pair_columns(META: tl.constexpr):
-    # Returns the columns of both numbers of each pair, and whether the pair exists.
-    pairs = tl.arange(0, META.PAIRS)
-    first, second = pairs, pairs + META.ROTATED // 2
+def _store_pairs(pointers, is_row, x0, x1, META: tl.constexpr):
+    dtype: tl.constexpr = pointers.dtype.element_ty
     if META.INTERLEAVED:
-        first, second = 2 * pairs, 2 * pairs + 1
-    return first, second, pairs < META.ROTATED // 2
+        columns = tl.arange(0, 2 * META.PAIRS)
+        inside = is_row & (columns < META.HEAD_DIM)[None, :]
+        tl.store(pointers[:, None] + columns[None, :], tl.interleave(x0, x1).to(dtype), mask=inside)
+    else:
+        first, second, has_first, has_second = _columns(META)
+        tl.store(pointers[:, None] + first[None, :], x0.to(dtype), mask=is_row & has_first[None, :])
+        tl.store(pointers[:, None] + second[None, :], x1.to(dtype), mask=is_row & has_second[None, :])
 
 
 @triton.jit
-def _load_weight(pointer, columns, inside, META: tl.constexpr):
-    return tl.load(pointer + columns, mask=inside, other=0.0).to(tl.float32)[None, :] + META.WEIGHT_OFFSET
-
-
-@triton.jit
-def _load_rest_of_weight(pointer, META: tl.constexpr):
-    columns = tl.arange(0, META.REST_PADDED)
-    return _load_weight(pointer, META.ROTATED + columns, columns < META.REST, META)
+def _load_angles(table, rows, other: tl.constexpr, META: tl.constexpr):
+    # Both numbers of a pair have one angle. The compiler drops loads of second numbers, which nothing uses.
+    b, s, is_row = rows
+    pointers = row_pointer(table, b, 0, s, META)
+    if META.INTERLEAVED:
+        angles, _ = _load_neighbours(pointers, is_row, META.ROTATED, other, META)
+    else:
+        pair = tl.arange(0, META.PAIRS)
+        angles = _load_tile(pointers, pair, is_row & (pair < META.ROTATED // 2)[None, :], other)
+    return angles
 
 
 @triton.jit
 def _load_rotation(args, b, s, is_row, META: tl.constexpr):
-    # Both numbers of a pair have one angle. The compiler drops loads of second halves, which nothing uses.
-    cos, _ = _load_pairs(row_pointer(args.cos, b, 0, s, META), is_row, META)
-    sin, _ = _load_pairs(row_pointer(args.sin, b, 0, s, META), is_row, META)
-    return cos, sin
+    return _load_angles(args.cos, (b, s, is_row), 1.0, META), _load_angles(args.sin, (b, s, is_row), 0.0, META)
 
 
 @triton.jit
-def _inverse_rms(square, eps, META: tl.constexpr):
-    return (1.0 / tl.sqrt(square / META.HEAD_DIM + eps))[:, None]
+def _load_weights(pointer, META: tl.constexpr):
+    first, second, has_first, has_second = _columns(META)
+    w0 = tl.load(pointer + first, mask=has_first, other=0.0).to(tl.float32)
+    w1 = tl.load(pointer + second, mask=has_second, other=0.0).to(tl.float32)
+    return w0[None, :] + META.WEIGHT_OFFSET, w1[None, :] + META.WEIGHT_OFFSET
+
+
+@triton.jit
+def _inverse_rms(x0, x1, eps, META: tl.constexpr):
+    return (1.0 / tl.sqrt(tl.sum(x0 * x0 + x1 * x1, 1) / META.HEAD_DIM + eps))[:, None]
 
 
 @triton.jit
 def _forward_block(side, args, block, META: tl.constexpr):
     b, s, h, is_row = _rows_of_block(args, block, META)
-    pointers = row_pointer(side.x, b, h, s, META)
-    x0, x1 = _load_pairs(pointers, is_row, META)
-    if META.REST > 0:
-        x2 = _load_columns(pointers, is_row, META.ROTATED, META.REST, META.REST_PADDED)
+    x0, x1 = _load_pairs(row_pointer(side.x, b, h, s, META), is_row, META)
     if META.HAS_NORM:
-        square = tl.sum(x0 * x0 + x1 * x1, 1)
-        if META.REST > 0:
-            square += tl.sum(x2 * x2, 1)
-        factor = _inverse_rms(square, args.eps, META)
-        first, second, is_pair = _pair_columns(META)
-        x0 *= factor * _load_weight(side.weight_ptr, first, is_pair, META)
-        x1 *= factor * _load_weight(side.weight_ptr, second, is_pair, META)
-        if META.REST > 0:
-            x2 *= factor * _load_rest_of_weight(side.weight_ptr, META)
-    if META.HAS_ROTATION:
+        factor = _inverse_rms(x0, x1, args.eps, META)
+        w0, w1 = _load_weights(side.weight_ptr, META)
+        x0 *= factor * w0
+        x1 *= factor * w1
+    if META.ROTATED > 0:
         cos, sin = _load_rotation(args, b, s, is_row, META)
         turned = x0 * cos - x1 * sin
         x1 = x1 * cos + x0 * sin
         x0 = turned
-    results = row_pointer(side.y, b, h, s, META)
-    _store_pairs(results, is_row, x0, x1, META)
-    if META.REST > 0:
-        _store_columns(results, is_row, x2, META.ROTATED, META.REST)
+    _store_pairs(row_pointer(side.y, b, h, s, META), is_row, x0, x1, META)
 
 
 @kernel
@@ -202,61 +199,36 @@ def _backward_blocks(side, args, program, programs, META: tl.constexpr):
     # Processes every block whose number is `program` modulo `programs`.
     ROWS: tl.constexpr = META.ROWS
     PAIRS: tl.constexpr = META.PAIRS
-    REST_PADDED: tl.constexpr = META.REST_PADDED
-    first, second, is_pair = _pair_columns(META)
     dw0 = tl.zeros([ROWS, PAIRS], tl.float32)
     dw1 = tl.zeros([ROWS, PAIRS], tl.float32)
-    dw2 = tl.zeros([ROWS, REST_PADDED], tl.float32)
     if META.HAS_NORM:
-        w0 = _load_weight(side.weight_ptr, first, is_pair, META)
-        w1 = _load_weight(side.weight_ptr, second, is_pair, META)
-        w2 = _load_rest_of_weight(side.weight_ptr, META)
+        w0, w1 = _load_weights(side.weight_ptr, META)
     for block in range(program, tl.cdiv(args.num_tokens * META.NUM_HEADS, ROWS), programs):
         b, s, h, is_row = _rows_of_block(args, block, META)
-        gradients = row_pointer(side.y, b, h, s, META)
-        d0, d1 = _load_pairs(gradients, is_row, META)
-        if META.REST > 0:
-            d2 = _load_columns(gradients, is_row, META.ROTATED, META.REST, META.REST_PADDED)
-        if META.HAS_ROTATION:
+        d0, d1 = _load_pairs(row_pointer(side.y, b, h, s, META), is_row, META)
+        if META.ROTATED > 0:
             cos, sin = _load_rotation(args, b, s, is_row, META)
             turned = d0 * cos + d1 * sin
             d1 = d1 * cos - d0 * sin
             d0 = turned
         if META.HAS_NORM:  # dx = (d w - n mean(d w n)) / rms, where n = x / rms
-            pointers = row_pointer(side.x, b, h, s, META)
-            n0, n1 = _load_pairs(pointers, is_row, META)
-            square = tl.sum(n0 * n0 + n1 * n1, 1)
-            if META.REST > 0:
-                n2 = _load_columns(pointers, is_row, META.ROTATED, META.REST, META.REST_PADDED)
-                square += tl.sum(n2 * n2, 1)
-            factor = _inverse_rms(square, args.eps, META)
+            n0, n1 = _load_pairs(row_pointer(side.x, b, h, s, META), is_row, META)
+            factor = _inverse_rms(n0, n1, args.eps, META)
             n0 *= factor
             n1 *= factor
             dw0 += d0 * n0
             dw1 += d1 * n1
             d0 *= w0
             d1 *= w1
-            product = tl.sum(d0 * n0 + d1 * n1, 1)
-            if META.REST > 0:
-                n2 *= factor
-                dw2 += d2 * n2
-                d2 *= w2
-                product += tl.sum(d2 * n2, 1)
-            mean = (product / META.HEAD_DIM)[:, None]
+            mean = (tl.sum(d0 * n0 + d1 * n1, 1) / META.HEAD_DIM)[:, None]
             d0 = factor * (d0 - n0 * mean)
             d1 = factor * (d1 - n1 * mean)
-            if META.REST > 0:
-                d2 = factor * (d2 - n2 * mean)
-        results = row_pointer(side.dx, b, h, s, META)
-        _store_pairs(results, is_row, d0, d1, META)
-        if META.REST > 0:
-            _store_columns(results, is_row, d2, META.ROTATED, META.REST)
+        _store_pairs(row_pointer(side.dx, b, h, s, META), is_row, d0, d1, META)
     if META.HAS_NORM:
+        first, second, has_first, has_second = _columns(META)
         parts_ptr = args.parts_ptr + tl.program_id(0) * META.HEAD_DIM
-        tl.store(parts_ptr + first, tl.sum(dw0, 0), mask=is_pair)
-        tl.store(parts_ptr + second, tl.sum(dw1, 0), mask=is_pair)
-        columns = tl.arange(0, REST_PADDED)
-        tl.store(parts_ptr + META.ROTATED + columns, tl.sum(dw2, 0), mask=columns < META.REST)
+        tl.store(parts_ptr + first, tl.sum(dw0, 0), mask=has_first)
+        tl.store(parts_ptr + second, tl.sum(dw1, 0), mask=has_second)
 
 
 @kernel
@@ -287,7 +259,7 @@ class Call(NamedTuple):
 
     @property
     def rotated(self) -> int:
-        return self.q.shape[-1] // 2 * 2 if self.cos is None else self.cos.shape[-1]
+        return 0 if self.cos is None else self.cos.shape[-1]
 
     def metas(self, block: Block, others: tuple[Tensor, ...]) -> tuple[NormMeta, NormMeta]:
         """Returns the constants for q and for k. others: further tensors that the kernel accesses by rows."""
@@ -295,7 +267,7 @@ class Call(NamedTuple):
         strides = {stride for x in (self.q, self.k, *tables, *others) for stride in x.stride()[:-1]}
         align = 8 if all(stride % 8 == 0 for stride in strides) else 1
         elements = 0 if capability_of(self.q.device) == INTERPRETER else block.elements
-        constants = (self.q.shape[-1], self.rotated, elements, align, self.q_weight is not None, self.cos is not None)
+        constants = (self.q.shape[-1], self.rotated, elements, align, self.q_weight is not None)
         return _meta(self.q.shape[2], constants, self.settings), _meta(self.k.shape[2], constants, self.settings)
 
     def arguments(self, sides: tuple[Side, Side], parts: Tensor | None, programs: tuple[int, int], align: int) -> Arguments:
@@ -305,21 +277,19 @@ class Call(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _meta(num_heads: int, constants: tuple[int, int, int, int, bool, bool], settings: Settings) -> NormMeta:
-    """Returns the constants for a tensor. constants: head dim, rotated numbers, elements of a block (0: few), ALIGN, and flags."""
-    head_dim, rotated, elements, align, has_norm, has_rotation = constants
+def _meta(num_heads: int, constants: tuple[int, int, int, int, bool], settings: Settings) -> NormMeta:
+    """Returns the constants for a tensor. constants: head dim, rotated numbers, elements of a block (0: few), ALIGN, HAS_NORM."""
+    head_dim, rotated, elements, align, has_norm = constants
+    pairs = triton.next_power_of_2((head_dim + 1) // 2)
     return NormMeta(
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         ROTATED=rotated,
-        PAIRS=triton.next_power_of_2(rotated // 2),
-        REST=head_dim - rotated,
-        REST_PADDED=triton.next_power_of_2(max(head_dim - rotated, 1)),
-        ROWS=elements // triton.next_power_of_2(head_dim) or 8,
+        PAIRS=pairs,
+        ROWS=elements // (2 * pairs) or 8,
         ALIGN=align,
         INTERLEAVED=settings.interleaved,
         HAS_NORM=has_norm,
-        HAS_ROTATION=has_rotation,
         WEIGHT_OFFSET=float(settings.zero_centered),
     )
 
@@ -343,9 +313,8 @@ def norm_rope_backward(call: Call, dout: tuple[Tensor, Tensor]) -> tuple[Tensor,
 
     dout: gradients of the results, of any strides but a contiguous last dim.
     """
-    dq, dk = results = _empty(call)
-    block = BLOCKS["backward" if call.rotated > dq.shape[-1] // 2 else "backward, partly rotated"]
-    metas = call.metas(block, (*results, *dout))
+    (dq, dk), block = _empty(call), BLOCKS["backward"]
+    metas = call.metas(block, (dq, dk, *dout))
     align, device = metas[0].ALIGN, dq.device
     sides = (
         Side(_rows(call.q, align), _rows(dout[0], align), _rows(dq, align), call.q_weight),
