@@ -18,6 +18,7 @@ from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Pointer, Rows
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability_of, num_processors
+from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Launchable, kernel, launch
 
 
@@ -47,7 +48,7 @@ class Side(NamedTuple):
     x: Rows
     y: Rows  # the result; for a backward its gradient
     dx: Rows | None
-    weight_ptr: Pointer  # [HEAD_DIM], or None
+    weight_ptr: WidePointer  # [HEAD_DIM], or None
 
 
 class Arguments(NamedTuple):
@@ -87,8 +88,8 @@ def _rows_of_block(args, block, META: tl.constexpr):
 
 @triton.jit
 def _columns(META: tl.constexpr):
-    # Returns the columns of both numbers of each pair, and whether each exists. Columns that are not rotated form pairs too, so
-    # that one layout holds a head in two tiles.
+    # Returns the columns of both numbers of each pair, and whether each exists. Columns that are not rotated form pairs too, so two
+    # tiles of one layout hold any head.
     HALF: tl.constexpr = META.ROTATED // 2
     NUM_FIRST: tl.constexpr = (META.HEAD_DIM + 1) // 2
     pair = tl.arange(0, META.PAIRS)
@@ -138,29 +139,23 @@ def _store_pairs(pointers, is_row, x0, x1, META: tl.constexpr):
 
 
 @triton.jit
-def _load_angles(table, rows, other: tl.constexpr, META: tl.constexpr):
-    # Both numbers of a pair have one angle. The compiler drops loads of second numbers, which nothing uses.
-    b, s, is_row = rows
+def _load_table(table, b, s, is_row, other: tl.constexpr, META: tl.constexpr):
+    # Returns cos or sin of each pair, whose numbers have one angle; for pairs without rotation `other`.
     pointers = row_pointer(table, b, 0, s, META)
     if META.INTERLEAVED:
-        angles, _ = _load_neighbours(pointers, is_row, META.ROTATED, other, META)
+        values, _ = _load_neighbours(pointers, is_row, META.ROTATED, other, META)  # the compiler drops the second numbers
     else:
         pair = tl.arange(0, META.PAIRS)
-        angles = _load_tile(pointers, pair, is_row & (pair < META.ROTATED // 2)[None, :], other)
-    return angles
-
-
-@triton.jit
-def _load_rotation(args, b, s, is_row, META: tl.constexpr):
-    return _load_angles(args.cos, (b, s, is_row), 1.0, META), _load_angles(args.sin, (b, s, is_row), 0.0, META)
+        values = _load_tile(pointers, pair, is_row & (pair < META.ROTATED // 2)[None, :], other)
+    return values
 
 
 @triton.jit
 def _load_weights(pointer, META: tl.constexpr):
-    first, second, has_first, has_second = _columns(META)
-    w0 = tl.load(pointer + first, mask=has_first, other=0.0).to(tl.float32)
-    w1 = tl.load(pointer + second, mask=has_second, other=0.0).to(tl.float32)
-    return w0[None, :] + META.WEIGHT_OFFSET, w1[None, :] + META.WEIGHT_OFFSET
+    # In the layout of the pairs: a vector would move to it through shared memory.
+    rows = tl.arange(0, META.ROWS)
+    w0, w1 = _load_pairs(pointer + 0 * rows, (rows >= 0)[:, None], META)
+    return w0 + META.WEIGHT_OFFSET, w1 + META.WEIGHT_OFFSET
 
 
 @triton.jit
@@ -178,7 +173,7 @@ def _forward_block(side, args, block, META: tl.constexpr):
         x0 *= factor * w0
         x1 *= factor * w1
     if META.ROTATED > 0:
-        cos, sin = _load_rotation(args, b, s, is_row, META)
+        cos, sin = _load_table(args.cos, b, s, is_row, 1.0, META), _load_table(args.sin, b, s, is_row, 0.0, META)
         turned = x0 * cos - x1 * sin
         x1 = x1 * cos + x0 * sin
         x0 = turned
@@ -207,7 +202,7 @@ def _backward_blocks(side, args, program, programs, META: tl.constexpr):
         b, s, h, is_row = _rows_of_block(args, block, META)
         d0, d1 = _load_pairs(row_pointer(side.y, b, h, s, META), is_row, META)
         if META.ROTATED > 0:
-            cos, sin = _load_rotation(args, b, s, is_row, META)
+            cos, sin = _load_table(args.cos, b, s, is_row, 1.0, META), _load_table(args.sin, b, s, is_row, 0.0, META)
             turned = d0 * cos + d1 * sin
             d1 = d1 * cos - d0 * sin
             d0 = turned
