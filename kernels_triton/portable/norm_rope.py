@@ -70,7 +70,8 @@ class NormMeta(NamedTuple):
     NUM_HEADS: int
     HEAD_DIM: int
     ROTATED: int  # the first columns; 0: no rotation
-    PAIRS: int  # of all columns, rounded up to a power of two
+    FIRST: int  # columns of the first of a head's two tiles
+    WIDTH: int  # of both tiles, a power of two
     ROWS: int
     ALIGN: int
     INTERLEAVED: bool
@@ -88,17 +89,13 @@ def _rows_of_block(args, block, META: tl.constexpr):
 
 @triton.jit
 def _columns(META: tl.constexpr):
-    # Returns the columns of both numbers of each pair, and whether each exists. Columns that are not rotated form pairs too, so two
-    # tiles of one layout hold any head.
-    HALF: tl.constexpr = META.ROTATED // 2
-    NUM_FIRST: tl.constexpr = (META.HEAD_DIM + 1) // 2
-    pair = tl.arange(0, META.PAIRS)
-    if META.INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
-    else:
-        first = tl.where(pair < HALF, pair, pair + HALF)
-        second = tl.where(pair < HALF, pair + HALF, pair + NUM_FIRST)
-    return first, second, pair < NUM_FIRST, pair < META.HEAD_DIM // 2
+    # Returns the columns of a head's two tiles, and whether each exists. Both tiles have one layout. The halves of the rotated part
+    # are at equal places of both, and neighbours are in one tile.
+    HALF: tl.constexpr = 0 if META.INTERLEAVED else META.ROTATED // 2
+    place = tl.arange(0, META.WIDTH)
+    first = tl.where(place < HALF, place, place + HALF)
+    second = tl.where(place < HALF, place + HALF, place + META.FIRST)
+    return first, second, place < META.FIRST, place < META.HEAD_DIM - META.FIRST
 
 
 @triton.jit
@@ -107,54 +104,69 @@ def _load_tile(pointers, columns, inside, other: tl.constexpr):
 
 
 @triton.jit
-def _load_neighbours(pointers, is_row, WIDTH: tl.constexpr, other: tl.constexpr, META: tl.constexpr):
-    columns = tl.arange(0, 2 * META.PAIRS)
-    both = _load_tile(pointers, columns, is_row & (columns < WIDTH)[None, :], other)
-    return tl.split(tl.reshape(both, [META.ROWS, META.PAIRS, 2]))
+def _load_tiles(pointers, is_row, META: tl.constexpr):
+    first, second, has_first, has_second = _columns(META)
+    x0 = _load_tile(pointers, first, is_row & has_first[None, :], 0.0)
+    return x0, _load_tile(pointers, second, is_row & has_second[None, :], 0.0)
 
 
 @triton.jit
-def _load_pairs(pointers, is_row, META: tl.constexpr):
-    # Returns the first and the second number of each pair.
-    if META.INTERLEAVED:
-        x0, x1 = _load_neighbours(pointers, is_row, META.HEAD_DIM, 0.0, META)
-    else:
-        first, second, has_first, has_second = _columns(META)
-        x0 = _load_tile(pointers, first, is_row & has_first[None, :], 0.0)
-        x1 = _load_tile(pointers, second, is_row & has_second[None, :], 0.0)
+def _store_tiles(pointers, is_row, x0, x1, META: tl.constexpr):
+    first, second, has_first, has_second = _columns(META)
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    tl.store(pointers[:, None] + first[None, :], x0.to(dtype), mask=is_row & has_first[None, :])
+    tl.store(pointers[:, None] + second[None, :], x1.to(dtype), mask=is_row & has_second[None, :])
+
+
+@triton.jit
+def _load_angles(args, rows, columns, is_rotated, DIRECTION: tl.constexpr, META: tl.constexpr):
+    # Returns cos and sin of columns; 1 and 0 for a column that is not rotated.
+    b, s, is_row = rows
+    inside = is_row & is_rotated[None, :]
+    cos = _load_tile(row_pointer(args.cos, b, 0, s, META), columns, inside, 1.0)
+    return cos, DIRECTION * _load_tile(row_pointer(args.sin, b, 0, s, META), columns, inside, 0.0)
+
+
+@triton.jit
+def _turned(a, b, cos, sin):
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _neighbours(x, META: tl.constexpr):
+    return tl.split(tl.reshape(x, [META.ROWS, META.WIDTH // 2, 2]))
+
+
+@triton.jit
+def _rotate_neighbours(x, args, rows, columns, DIRECTION: tl.constexpr, META: tl.constexpr):
+    cos, sin = _load_angles(args, rows, columns, columns < META.ROTATED, DIRECTION, META)
+    cos, _ = _neighbours(cos, META)  # both numbers of a pair have one angle
+    sin, _ = _neighbours(sin, META)
+    a, b = _neighbours(x, META)
+    a, b = _turned(a, b, cos, sin)
+    return tl.interleave(a, b)
+
+
+@triton.jit
+def _rotate(x0, x1, args, rows, DIRECTION: tl.constexpr, META: tl.constexpr):
+    # rows: batch entry, token and whether it exists. DIRECTION: 1.0, or for a gradient -1.0.
+    if META.ROTATED > 0:
+        if META.INTERLEAVED:
+            first, second, _, _ = _columns(META)
+            x0 = _rotate_neighbours(x0, args, rows, first, DIRECTION, META)
+            x1 = _rotate_neighbours(x1, args, rows, second, DIRECTION, META)
+        else:
+            place = tl.arange(0, META.WIDTH)
+            cos, sin = _load_angles(args, rows, place, place < META.ROTATED // 2, DIRECTION, META)
+            x0, x1 = _turned(x0, x1, cos, sin)
     return x0, x1
 
 
 @triton.jit
-def _store_pairs(pointers, is_row, x0, x1, META: tl.constexpr):
-    dtype: tl.constexpr = pointers.dtype.element_ty
-    if META.INTERLEAVED:
-        columns = tl.arange(0, 2 * META.PAIRS)
-        inside = is_row & (columns < META.HEAD_DIM)[None, :]
-        tl.store(pointers[:, None] + columns[None, :], tl.interleave(x0, x1).to(dtype), mask=inside)
-    else:
-        first, second, has_first, has_second = _columns(META)
-        tl.store(pointers[:, None] + first[None, :], x0.to(dtype), mask=is_row & has_first[None, :])
-        tl.store(pointers[:, None] + second[None, :], x1.to(dtype), mask=is_row & has_second[None, :])
-
-
-@triton.jit
-def _load_table(table, b, s, is_row, other: tl.constexpr, META: tl.constexpr):
-    # Returns cos or sin of each pair, whose numbers have one angle; for pairs without rotation `other`.
-    pointers = row_pointer(table, b, 0, s, META)
-    if META.INTERLEAVED:
-        values, _ = _load_neighbours(pointers, is_row, META.ROTATED, other, META)  # the compiler drops the second numbers
-    else:
-        pair = tl.arange(0, META.PAIRS)
-        values = _load_tile(pointers, pair, is_row & (pair < META.ROTATED // 2)[None, :], other)
-    return values
-
-
-@triton.jit
 def _load_weights(pointer, META: tl.constexpr):
-    # In the layout of the pairs: a vector would move to it through shared memory.
+    # In the layout of the tiles: a vector would move to it through shared memory.
     rows = tl.arange(0, META.ROWS)
-    w0, w1 = _load_pairs(pointer + 0 * rows, (rows >= 0)[:, None], META)
+    w0, w1 = _load_tiles(pointer + 0 * rows, (rows >= 0)[:, None], META)
     return w0 + META.WEIGHT_OFFSET, w1 + META.WEIGHT_OFFSET
 
 
@@ -166,18 +178,14 @@ def _inverse_rms(x0, x1, eps, META: tl.constexpr):
 @triton.jit
 def _forward_block(side, args, block, META: tl.constexpr):
     b, s, h, is_row = _rows_of_block(args, block, META)
-    x0, x1 = _load_pairs(row_pointer(side.x, b, h, s, META), is_row, META)
+    x0, x1 = _load_tiles(row_pointer(side.x, b, h, s, META), is_row, META)
     if META.HAS_NORM:
         factor = _inverse_rms(x0, x1, args.eps, META)
         w0, w1 = _load_weights(side.weight_ptr, META)
         x0 *= factor * w0
         x1 *= factor * w1
-    if META.ROTATED > 0:
-        cos, sin = _load_table(args.cos, b, s, is_row, 1.0, META), _load_table(args.sin, b, s, is_row, 0.0, META)
-        turned = x0 * cos - x1 * sin
-        x1 = x1 * cos + x0 * sin
-        x0 = turned
-    _store_pairs(row_pointer(side.y, b, h, s, META), is_row, x0, x1, META)
+    x0, x1 = _rotate(x0, x1, args, (b, s, is_row), 1.0, META)
+    _store_tiles(row_pointer(side.y, b, h, s, META), is_row, x0, x1, META)
 
 
 @kernel
@@ -193,21 +201,17 @@ def _forward_kernel(args: Arguments, META_Q: tl.constexpr, META_K: tl.constexpr)
 def _backward_blocks(side, args, program, programs, META: tl.constexpr):
     # Processes every block whose number is `program` modulo `programs`.
     ROWS: tl.constexpr = META.ROWS
-    PAIRS: tl.constexpr = META.PAIRS
-    dw0 = tl.zeros([ROWS, PAIRS], tl.float32)
-    dw1 = tl.zeros([ROWS, PAIRS], tl.float32)
+    WIDTH: tl.constexpr = META.WIDTH
+    dw0 = tl.zeros([ROWS, WIDTH], tl.float32)
+    dw1 = tl.zeros([ROWS, WIDTH], tl.float32)
     if META.HAS_NORM:
         w0, w1 = _load_weights(side.weight_ptr, META)
     for block in range(program, tl.cdiv(args.num_tokens * META.NUM_HEADS, ROWS), programs):
         b, s, h, is_row = _rows_of_block(args, block, META)
-        d0, d1 = _load_pairs(row_pointer(side.y, b, h, s, META), is_row, META)
-        if META.ROTATED > 0:
-            cos, sin = _load_table(args.cos, b, s, is_row, 1.0, META), _load_table(args.sin, b, s, is_row, 0.0, META)
-            turned = d0 * cos + d1 * sin
-            d1 = d1 * cos - d0 * sin
-            d0 = turned
+        d0, d1 = _load_tiles(row_pointer(side.y, b, h, s, META), is_row, META)
+        d0, d1 = _rotate(d0, d1, args, (b, s, is_row), -1.0, META)
         if META.HAS_NORM:  # dx = (d w - n mean(d w n)) / rms, where n = x / rms
-            n0, n1 = _load_pairs(row_pointer(side.x, b, h, s, META), is_row, META)
+            n0, n1 = _load_tiles(row_pointer(side.x, b, h, s, META), is_row, META)
             factor = _inverse_rms(n0, n1, args.eps, META)
             n0 *= factor
             n1 *= factor
@@ -218,7 +222,7 @@ def _backward_blocks(side, args, program, programs, META: tl.constexpr):
             mean = (tl.sum(d0 * n0 + d1 * n1, 1) / META.HEAD_DIM)[:, None]
             d0 = factor * (d0 - n0 * mean)
             d1 = factor * (d1 - n1 * mean)
-        _store_pairs(row_pointer(side.dx, b, h, s, META), is_row, d0, d1, META)
+        _store_tiles(row_pointer(side.dx, b, h, s, META), is_row, d0, d1, META)
     if META.HAS_NORM:
         first, second, has_first, has_second = _columns(META)
         parts_ptr = args.parts_ptr + tl.program_id(0) * META.HEAD_DIM
@@ -275,13 +279,15 @@ class Call(NamedTuple):
 def _meta(num_heads: int, constants: tuple[int, int, int, int, bool], settings: Settings) -> NormMeta:
     """Returns the constants for a tensor. constants: head dim, rotated numbers, elements of a block (0: few), ALIGN, HAS_NORM."""
     head_dim, rotated, elements, align, has_norm = constants
-    pairs = triton.next_power_of_2((head_dim + 1) // 2)
+    first = (head_dim + 3) // 4 * 2 if settings.interleaved else (head_dim + 1) // 2
+    width = triton.next_power_of_2(first)
     return NormMeta(
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         ROTATED=rotated,
-        PAIRS=pairs,
-        ROWS=elements // (2 * pairs) or 8,
+        FIRST=first,
+        WIDTH=width,
+        ROWS=elements // (2 * width) or 8,
         ALIGN=align,
         INTERLEAVED=settings.interleaved,
         HAS_NORM=has_norm,
