@@ -71,7 +71,7 @@ class NormMeta(NamedTuple):
     HEAD_DIM: int
     ROTATED: int  # the first columns; 0: no rotation
     FIRST: int  # columns of the first of a head's two tiles
-    WIDTH: int  # of both tiles, a power of two
+    WIDTH: int  # FIRST rounded up to a power of two
     ROWS: int
     ALIGN: int
     INTERLEAVED: bool
@@ -128,23 +128,10 @@ def _load_angles(args, rows, columns, is_rotated, DIRECTION: tl.constexpr, META:
 
 
 @triton.jit
-def _turned(a, b, cos, sin):
-    return a * cos - b * sin, b * cos + a * sin
-
-
-@triton.jit
-def _neighbours(x, META: tl.constexpr):
-    return tl.split(tl.reshape(x, [META.ROWS, META.WIDTH // 2, 2]))
-
-
-@triton.jit
 def _rotate_neighbours(x, args, rows, columns, DIRECTION: tl.constexpr, META: tl.constexpr):
     cos, sin = _load_angles(args, rows, columns, columns < META.ROTATED, DIRECTION, META)
-    cos, _ = _neighbours(cos, META)  # both numbers of a pair have one angle
-    sin, _ = _neighbours(sin, META)
-    a, b = _neighbours(x, META)
-    a, b = _turned(a, b, cos, sin)
-    return tl.interleave(a, b)
+    a, b = tl.split(tl.reshape(x, [META.ROWS, META.WIDTH // 2, 2]))
+    return x * cos + tl.interleave(-b, a) * sin
 
 
 @triton.jit
@@ -158,7 +145,7 @@ def _rotate(x0, x1, args, rows, DIRECTION: tl.constexpr, META: tl.constexpr):
         else:
             place = tl.arange(0, META.WIDTH)
             cos, sin = _load_angles(args, rows, place, place < META.ROTATED // 2, DIRECTION, META)
-            x0, x1 = _turned(x0, x1, cos, sin)
+            x0, x1 = x0 * cos - x1 * sin, x1 * cos + x0 * sin
     return x0, x1
 
 
