@@ -41,8 +41,8 @@ def qk_norm_rope(
         q: [b, s, h, d], or packed [t, h, d]; any strides, so a part of a projection needs no copy.
         k: [b, s, h_kv, d] or [t, h_kv, d], of q's dtype.
         position_embeddings: (cos, sin) of each token, [s, r], [1, s, r] or [b, s, r]; for packed tokens [t, r] or [1, t, r]. The
-            first r numbers of a head are rotated. Both numbers of a pair have the same angle, as in transformers and diffusers,
-            so only the first is read. None: no rotation.
+            first r numbers of a head are rotated. Both numbers of a pair must have the same angle, as in transformers and
+            diffusers; this is not checked. None: no rotation.
         q_weight, k_weight: [d], the weights of RMSNorm. None for both: no norm.
         eps: number that is added to the mean of squares.
         interleaved: whether the pairs are neighbours, (0, 1), (2, 3) and so on, as in FLUX and Wan. If False, number i and number

@@ -18,6 +18,7 @@ from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Pointer, Rows
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability_of, num_processors
+from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Launchable, kernel, launch
 
 
@@ -31,8 +32,7 @@ class Block(NamedTuple):
 
 BLOCKS = {
     "forward": Block(2048, 4),
-    "backward": Block(2048, 4, 8),
-    "backward, partly rotated": Block(1024, 4, 8),  # larger ones do not fit the registers
+    "backward": Block(2048, 4, 5),
 }
 
 
@@ -48,7 +48,7 @@ class Side(NamedTuple):
     x: Rows
     y: Rows  # the result; for a backward its gradient
     dx: Rows | None
-    weight_ptr: Pointer  # [HEAD_DIM], or None
+    weight_ptr: WidePointer  # [HEAD_DIM], or None
 
 
 class Arguments(NamedTuple):
@@ -69,15 +69,13 @@ class NormMeta(NamedTuple):
 
     NUM_HEADS: int
     HEAD_DIM: int
-    ROTATED: int  # the first columns, which form pairs; all pairs of a head without rotation
-    PAIRS: int  # rounded up to a power of two
-    REST: int  # columns after the pairs
-    REST_PADDED: int
+    ROTATED: int  # the first columns; 0: no rotation
+    FIRST: int  # columns of the first of a head's two tiles
+    WIDTH: int  # FIRST rounded up to a power of two
     ROWS: int
     ALIGN: int
     INTERLEAVED: bool
     HAS_NORM: bool
-    HAS_ROTATION: bool
     WEIGHT_OFFSET: float
 
 
@@ -90,102 +88,91 @@ def _rows_of_block(args, block, META: tl.constexpr):
 
 
 @triton.jit
-def _load_columns(pointers, is_row, FIRST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    columns = tl.arange(0, PADDED)
-    inside = is_row & (columns < WIDTH)[None, :]
-    return tl.load(pointers[:, None] + (FIRST + columns)[None, :], mask=inside, other=0.0).to(tl.float32)
+def _columns(META: tl.constexpr):
+    # Returns the columns of a head's two tiles, and whether each exists. Both tiles have one layout. The halves of the rotated part
+    # are at equal places of both, and neighbours are in one tile.
+    HALF: tl.constexpr = 0 if META.INTERLEAVED else META.ROTATED // 2
+    place = tl.arange(0, META.WIDTH)
+    first = tl.where(place < HALF, place, place + HALF)
+    second = tl.where(place < HALF, place + HALF, place + META.FIRST)
+    return first, second, place < META.FIRST, place < META.HEAD_DIM - META.FIRST
 
 
 @triton.jit
-def _store_columns(pointers, is_row, x, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    columns = tl.arange(0, x.shape[1])
-    inside = is_row & (columns < WIDTH)[None, :]
-    tl.store(pointers[:, None] + (FIRST + columns)[None, :], x.to(pointers.dtype.element_ty), mask=inside)
+def _load_tile(pointers, columns, inside, other: tl.constexpr):
+    return tl.load(pointers[:, None] + columns[None, :], mask=inside, other=other).to(tl.float32)
 
 
 @triton.jit
-def _load_pairs(pointers, is_row, META: tl.constexpr):
-    # Returns the first and the second number of each pair.
-    HALF: tl.constexpr = META.ROTATED // 2
-    if META.INTERLEAVED:  # one contiguous tile
-        both = _load_columns(pointers, is_row, 0, META.ROTATED, 2 * META.PAIRS)
-        first, second = tl.split(tl.reshape(both, [META.ROWS, META.PAIRS, 2]))
-    else:
-        first = _load_columns(pointers, is_row, 0, HALF, META.PAIRS)
-        second = _load_columns(pointers, is_row, HALF, HALF, META.PAIRS)
-    return first, second
+def _load_tiles(pointers, is_row, META: tl.constexpr):
+    first, second, has_first, has_second = _columns(META)
+    x0 = _load_tile(pointers, first, is_row & has_first[None, :], 0.0)
+    return x0, _load_tile(pointers, second, is_row & has_second[None, :], 0.0)
 
 
 @triton.jit
-def _store_pairs(pointers, is_row, first, second, META: tl.constexpr):
-    HALF: tl.constexpr = META.ROTATED // 2
-    if META.INTERLEAVED:
-        _store_columns(pointers, is_row, tl.interleave(first, second), 0, META.ROTATED)
-    else:
-        _store_columns(pointers, is_row, first, 0, HALF)
-        _store_columns(pointers, is_row, second, HALF, HALF)
+def _store_tiles(pointers, is_row, x0, x1, META: tl.constexpr):
+    first, second, has_first, has_second = _columns(META)
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    tl.store(pointers[:, None] + first[None, :], x0.to(dtype), mask=is_row & has_first[None, :])
+    tl.store(pointers[:, None] + second[None, :], x1.to(dtype), mask=is_row & has_second[None, :])
 
 
 @triton.jit
-def _pair_columns(META: tl.constexpr):
-    # Returns the columns of both numbers of each pair, and whether the pair exists.
-    pairs = tl.arange(0, META.PAIRS)
-    first, second = pairs, pairs + META.ROTATED // 2
-    if META.INTERLEAVED:
-        first, second = 2 * pairs, 2 * pairs + 1
-    return first, second, pairs < META.ROTATED // 2
+def _load_angles(args, rows, columns, is_rotated, DIRECTION: tl.constexpr, META: tl.constexpr):
+    # Returns cos and sin of columns; 1 and 0 for a column that is not rotated.
+    b, s, is_row = rows
+    inside = is_row & is_rotated[None, :]
+    cos = _load_tile(row_pointer(args.cos, b, 0, s, META), columns, inside, 1.0)
+    return cos, DIRECTION * _load_tile(row_pointer(args.sin, b, 0, s, META), columns, inside, 0.0)
 
 
 @triton.jit
-def _load_weight(pointer, columns, inside, META: tl.constexpr):
-    return tl.load(pointer + columns, mask=inside, other=0.0).to(tl.float32)[None, :] + META.WEIGHT_OFFSET
+def _rotate_neighbours(x, args, rows, columns, DIRECTION: tl.constexpr, META: tl.constexpr):
+    cos, sin = _load_angles(args, rows, columns, columns < META.ROTATED, DIRECTION, META)
+    a, b = tl.split(tl.reshape(x, [META.ROWS, META.WIDTH // 2, 2]))
+    return x * cos + tl.interleave(-b, a) * sin
 
 
 @triton.jit
-def _load_rest_of_weight(pointer, META: tl.constexpr):
-    columns = tl.arange(0, META.REST_PADDED)
-    return _load_weight(pointer, META.ROTATED + columns, columns < META.REST, META)
+def _rotate(x0, x1, args, rows, DIRECTION: tl.constexpr, META: tl.constexpr):
+    # rows: batch entry, token and whether it exists. DIRECTION: 1.0, or for a gradient -1.0.
+    if META.ROTATED > 0:
+        if META.INTERLEAVED:
+            first, second, _, _ = _columns(META)
+            x0 = _rotate_neighbours(x0, args, rows, first, DIRECTION, META)
+            x1 = _rotate_neighbours(x1, args, rows, second, DIRECTION, META)
+        else:
+            place = tl.arange(0, META.WIDTH)
+            cos, sin = _load_angles(args, rows, place, place < META.ROTATED // 2, DIRECTION, META)
+            x0, x1 = x0 * cos - x1 * sin, x1 * cos + x0 * sin
+    return x0, x1
 
 
 @triton.jit
-def _load_rotation(args, b, s, is_row, META: tl.constexpr):
-    # Both numbers of a pair have one angle. The compiler drops loads of second halves, which nothing uses.
-    cos, _ = _load_pairs(row_pointer(args.cos, b, 0, s, META), is_row, META)
-    sin, _ = _load_pairs(row_pointer(args.sin, b, 0, s, META), is_row, META)
-    return cos, sin
+def _load_weights(pointer, META: tl.constexpr):
+    # In the layout of the tiles: a vector would move to it through shared memory.
+    rows = tl.arange(0, META.ROWS)
+    w0, w1 = _load_tiles(pointer + 0 * rows, (rows >= 0)[:, None], META)
+    return w0 + META.WEIGHT_OFFSET, w1 + META.WEIGHT_OFFSET
 
 
 @triton.jit
-def _inverse_rms(square, eps, META: tl.constexpr):
-    return (1.0 / tl.sqrt(square / META.HEAD_DIM + eps))[:, None]
+def _inverse_rms(x0, x1, eps, META: tl.constexpr):
+    return (1.0 / tl.sqrt(tl.sum(x0 * x0 + x1 * x1, 1) / META.HEAD_DIM + eps))[:, None]
 
 
 @triton.jit
 def _forward_block(side, args, block, META: tl.constexpr):
     b, s, h, is_row = _rows_of_block(args, block, META)
-    pointers = row_pointer(side.x, b, h, s, META)
-    x0, x1 = _load_pairs(pointers, is_row, META)
-    if META.REST > 0:
-        x2 = _load_columns(pointers, is_row, META.ROTATED, META.REST, META.REST_PADDED)
+    x0, x1 = _load_tiles(row_pointer(side.x, b, h, s, META), is_row, META)
     if META.HAS_NORM:
-        square = tl.sum(x0 * x0 + x1 * x1, 1)
-        if META.REST > 0:
-            square += tl.sum(x2 * x2, 1)
-        factor = _inverse_rms(square, args.eps, META)
-        first, second, is_pair = _pair_columns(META)
-        x0 *= factor * _load_weight(side.weight_ptr, first, is_pair, META)
-        x1 *= factor * _load_weight(side.weight_ptr, second, is_pair, META)
-        if META.REST > 0:
-            x2 *= factor * _load_rest_of_weight(side.weight_ptr, META)
-    if META.HAS_ROTATION:
-        cos, sin = _load_rotation(args, b, s, is_row, META)
-        turned = x0 * cos - x1 * sin
-        x1 = x1 * cos + x0 * sin
-        x0 = turned
-    results = row_pointer(side.y, b, h, s, META)
-    _store_pairs(results, is_row, x0, x1, META)
-    if META.REST > 0:
-        _store_columns(results, is_row, x2, META.ROTATED, META.REST)
+        factor = _inverse_rms(x0, x1, args.eps, META)
+        w0, w1 = _load_weights(side.weight_ptr, META)
+        x0 *= factor * w0
+        x1 *= factor * w1
+    x0, x1 = _rotate(x0, x1, args, (b, s, is_row), 1.0, META)
+    _store_tiles(row_pointer(side.y, b, h, s, META), is_row, x0, x1, META)
 
 
 @kernel
@@ -201,62 +188,33 @@ def _forward_kernel(args: Arguments, META_Q: tl.constexpr, META_K: tl.constexpr)
 def _backward_blocks(side, args, program, programs, META: tl.constexpr):
     # Processes every block whose number is `program` modulo `programs`.
     ROWS: tl.constexpr = META.ROWS
-    PAIRS: tl.constexpr = META.PAIRS
-    REST_PADDED: tl.constexpr = META.REST_PADDED
-    first, second, is_pair = _pair_columns(META)
-    dw0 = tl.zeros([ROWS, PAIRS], tl.float32)
-    dw1 = tl.zeros([ROWS, PAIRS], tl.float32)
-    dw2 = tl.zeros([ROWS, REST_PADDED], tl.float32)
+    WIDTH: tl.constexpr = META.WIDTH
+    dw0 = tl.zeros([ROWS, WIDTH], tl.float32)
+    dw1 = tl.zeros([ROWS, WIDTH], tl.float32)
     if META.HAS_NORM:
-        w0 = _load_weight(side.weight_ptr, first, is_pair, META)
-        w1 = _load_weight(side.weight_ptr, second, is_pair, META)
-        w2 = _load_rest_of_weight(side.weight_ptr, META)
+        w0, w1 = _load_weights(side.weight_ptr, META)
     for block in range(program, tl.cdiv(args.num_tokens * META.NUM_HEADS, ROWS), programs):
         b, s, h, is_row = _rows_of_block(args, block, META)
-        gradients = row_pointer(side.y, b, h, s, META)
-        d0, d1 = _load_pairs(gradients, is_row, META)
-        if META.REST > 0:
-            d2 = _load_columns(gradients, is_row, META.ROTATED, META.REST, META.REST_PADDED)
-        if META.HAS_ROTATION:
-            cos, sin = _load_rotation(args, b, s, is_row, META)
-            turned = d0 * cos + d1 * sin
-            d1 = d1 * cos - d0 * sin
-            d0 = turned
+        d0, d1 = _load_tiles(row_pointer(side.y, b, h, s, META), is_row, META)
+        d0, d1 = _rotate(d0, d1, args, (b, s, is_row), -1.0, META)
         if META.HAS_NORM:  # dx = (d w - n mean(d w n)) / rms, where n = x / rms
-            pointers = row_pointer(side.x, b, h, s, META)
-            n0, n1 = _load_pairs(pointers, is_row, META)
-            square = tl.sum(n0 * n0 + n1 * n1, 1)
-            if META.REST > 0:
-                n2 = _load_columns(pointers, is_row, META.ROTATED, META.REST, META.REST_PADDED)
-                square += tl.sum(n2 * n2, 1)
-            factor = _inverse_rms(square, args.eps, META)
+            n0, n1 = _load_tiles(row_pointer(side.x, b, h, s, META), is_row, META)
+            factor = _inverse_rms(n0, n1, args.eps, META)
             n0 *= factor
             n1 *= factor
             dw0 += d0 * n0
             dw1 += d1 * n1
             d0 *= w0
             d1 *= w1
-            product = tl.sum(d0 * n0 + d1 * n1, 1)
-            if META.REST > 0:
-                n2 *= factor
-                dw2 += d2 * n2
-                d2 *= w2
-                product += tl.sum(d2 * n2, 1)
-            mean = (product / META.HEAD_DIM)[:, None]
+            mean = (tl.sum(d0 * n0 + d1 * n1, 1) / META.HEAD_DIM)[:, None]
             d0 = factor * (d0 - n0 * mean)
             d1 = factor * (d1 - n1 * mean)
-            if META.REST > 0:
-                d2 = factor * (d2 - n2 * mean)
-        results = row_pointer(side.dx, b, h, s, META)
-        _store_pairs(results, is_row, d0, d1, META)
-        if META.REST > 0:
-            _store_columns(results, is_row, d2, META.ROTATED, META.REST)
+        _store_tiles(row_pointer(side.dx, b, h, s, META), is_row, d0, d1, META)
     if META.HAS_NORM:
+        first, second, has_first, has_second = _columns(META)
         parts_ptr = args.parts_ptr + tl.program_id(0) * META.HEAD_DIM
-        tl.store(parts_ptr + first, tl.sum(dw0, 0), mask=is_pair)
-        tl.store(parts_ptr + second, tl.sum(dw1, 0), mask=is_pair)
-        columns = tl.arange(0, REST_PADDED)
-        tl.store(parts_ptr + META.ROTATED + columns, tl.sum(dw2, 0), mask=columns < META.REST)
+        tl.store(parts_ptr + first, tl.sum(dw0, 0), mask=has_first)
+        tl.store(parts_ptr + second, tl.sum(dw1, 0), mask=has_second)
 
 
 @kernel
@@ -287,7 +245,7 @@ class Call(NamedTuple):
 
     @property
     def rotated(self) -> int:
-        return self.q.shape[-1] // 2 * 2 if self.cos is None else self.cos.shape[-1]
+        return 0 if self.cos is None else self.cos.shape[-1]
 
     def metas(self, block: Block, others: tuple[Tensor, ...]) -> tuple[NormMeta, NormMeta]:
         """Returns the constants for q and for k. others: further tensors that the kernel accesses by rows."""
@@ -295,7 +253,7 @@ class Call(NamedTuple):
         strides = {stride for x in (self.q, self.k, *tables, *others) for stride in x.stride()[:-1]}
         align = 8 if all(stride % 8 == 0 for stride in strides) else 1
         elements = 0 if capability_of(self.q.device) == INTERPRETER else block.elements
-        constants = (self.q.shape[-1], self.rotated, elements, align, self.q_weight is not None, self.cos is not None)
+        constants = (self.q.shape[-1], self.rotated, elements, align, self.q_weight is not None)
         return _meta(self.q.shape[2], constants, self.settings), _meta(self.k.shape[2], constants, self.settings)
 
     def arguments(self, sides: tuple[Side, Side], parts: Tensor | None, programs: tuple[int, int], align: int) -> Arguments:
@@ -305,21 +263,21 @@ class Call(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _meta(num_heads: int, constants: tuple[int, int, int, int, bool, bool], settings: Settings) -> NormMeta:
-    """Returns the constants for a tensor. constants: head dim, rotated numbers, elements of a block (0: few), ALIGN, and flags."""
-    head_dim, rotated, elements, align, has_norm, has_rotation = constants
+def _meta(num_heads: int, constants: tuple[int, int, int, int, bool], settings: Settings) -> NormMeta:
+    """Returns the constants for a tensor. constants: head dim, rotated numbers, elements of a block (0: few), ALIGN, HAS_NORM."""
+    head_dim, rotated, elements, align, has_norm = constants
+    first = (head_dim + 3) // 4 * 2 if settings.interleaved else (head_dim + 1) // 2
+    width = triton.next_power_of_2(first)
     return NormMeta(
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         ROTATED=rotated,
-        PAIRS=triton.next_power_of_2(rotated // 2),
-        REST=head_dim - rotated,
-        REST_PADDED=triton.next_power_of_2(max(head_dim - rotated, 1)),
-        ROWS=elements // triton.next_power_of_2(head_dim) or 8,
+        FIRST=first,
+        WIDTH=width,
+        ROWS=elements // (2 * width) or 8,
         ALIGN=align,
         INTERLEAVED=settings.interleaved,
         HAS_NORM=has_norm,
-        HAS_ROTATION=has_rotation,
         WEIGHT_OFFSET=float(settings.zero_centered),
     )
 
@@ -343,9 +301,8 @@ def norm_rope_backward(call: Call, dout: tuple[Tensor, Tensor]) -> tuple[Tensor,
 
     dout: gradients of the results, of any strides but a contiguous last dim.
     """
-    dq, dk = results = _empty(call)
-    block = BLOCKS["backward" if call.rotated > dq.shape[-1] // 2 else "backward, partly rotated"]
-    metas = call.metas(block, (*results, *dout))
+    (dq, dk), block = _empty(call), BLOCKS["backward"]
+    metas = call.metas(block, (dq, dk, *dout))
     align, device = metas[0].ALIGN, dq.device
     sides = (
         Side(_rows(call.q, align), _rows(dout[0], align), _rows(dq, align), call.q_weight),
