@@ -501,7 +501,6 @@ HOPPER_WIDE_BACKWARD = Family[Backward](
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("backward_wide").wide_backward, _with_key_lists(call), tile),
     capabilities=frozenset((90,)),
-    has_run=False,
 )
 
 HOPPER_FP8_FUSED = Family[Backward](

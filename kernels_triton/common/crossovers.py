@@ -503,6 +503,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          source=("short_backwards_more_h200.json", "short_backwards_more_h100.json")),
     Rule(use="sm_90 two-kernel", head_dim=256, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**34, keys_per_sm_from=64, source="modified_scores_h200.json"),
+    # 8192 causal tokens of 8 heads over one key head at 512 take 5.76 ms instead of 29.8. No other call was measured.
+    Rule(use="sm_90 wide two-kernel", head_dim=512, width=(512, 512), mask=("open", "causal"), dropout=False,
+         packed=False, tokens_from=4096, flops_from=2**36, gain=5.17, source=("wide_backward_h200.json", "models_some_h200.json")),
     # --- Splits of the keys of few queries between programs, beside one program for each tile. With more queries it was measured
     # only without a split, and with fewer keys, combining the parts costs as much as the split saves.
     Rule(use="split keys", queries=(None, 128), keys_from=1024, source="splits_h200.json"),

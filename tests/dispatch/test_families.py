@@ -104,7 +104,7 @@ FP8 = {"fp8_recipe": fp8.Recipe()}
         (LONG, {"window_size": (99, 0)}, ["sm_90", "portable"], ["sm_90", "sm_90 fused"]),
         ((2, 4096, 16, 256), CAUSAL, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 two-kernel"]),
         ((2, 64, 16, 128), {}, ["portable", "portable"], ["sm_90", "sm_90 fused"]),
-        ((2, 4096, 16, 512), CAUSAL, ["sm_90 wide", "portable"], ["sm_90 wide", "sm_90 wide two-kernel"]),
+        ((2, 4096, 16, 512), CAUSAL, ["sm_90 wide", "sm_90 wide two-kernel"], ["sm_90 wide", "sm_90 wide two-kernel"]),
         ((2, 8192, 16, 320), CAUSAL, ["portable", "portable"], ["sm_90 wide", "sm_90 wide two-kernel"]),
         ((2, 64, 16, 256), {}, ["portable", "portable"], ["sm_90", "sm_90 two-kernel"]),
         (LONG, FP8, ["sm_90 FP8", "sm_90 FP8 fused"], ["sm_90 FP8", "sm_90 FP8 fused"]),

@@ -1,6 +1,6 @@
 """The backward for sm_90 at head dims above 256, in the emulator: right, race-free, and with equal bits under every schedule.
 
-An injected fault must be found. The kernels have not run on a GPU.
+An injected fault must be found.
 """
 
 from __future__ import annotations
