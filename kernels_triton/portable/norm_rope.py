@@ -64,6 +64,14 @@ class Arguments(NamedTuple):
     eps: float
 
 
+class Tokens(NamedTuple):
+    """The tokens of a block's rows, inside a kernel."""
+
+    b: tl.tensor  # batch entries
+    s: tl.tensor  # places in the sequence
+    is_row: tl.tensor  # [rows, 1]: whether a row exists
+
+
 class NormMeta(NamedTuple):
     """Constants that the kernels are compiled for, of q or of k; `row_pointer` reads `ALIGN` like that of `Meta`."""
 
@@ -119,32 +127,31 @@ def _store_tiles(pointers, is_row, x0, x1, META: tl.constexpr):
 
 
 @triton.jit
-def _load_angles(args, rows, columns, is_rotated, DIRECTION: tl.constexpr, META: tl.constexpr):
+def _load_angles(args, tokens, columns, is_rotated, DIRECTION: tl.constexpr, META: tl.constexpr):
     # Returns cos and sin of columns; 1 and 0 for a column that is not rotated.
-    b, s, is_row = rows
-    inside = is_row & is_rotated[None, :]
-    cos = _load_tile(row_pointer(args.cos, b, 0, s, META), columns, inside, 1.0)
-    return cos, DIRECTION * _load_tile(row_pointer(args.sin, b, 0, s, META), columns, inside, 0.0)
+    inside = tokens.is_row & is_rotated[None, :]
+    cos = _load_tile(row_pointer(args.cos, tokens.b, 0, tokens.s, META), columns, inside, 1.0)
+    return cos, DIRECTION * _load_tile(row_pointer(args.sin, tokens.b, 0, tokens.s, META), columns, inside, 0.0)
 
 
 @triton.jit
-def _rotate_neighbours(x, args, rows, columns, DIRECTION: tl.constexpr, META: tl.constexpr):
-    cos, sin = _load_angles(args, rows, columns, columns < META.ROTATED, DIRECTION, META)
+def _rotate_neighbours(x, args, tokens, columns, DIRECTION: tl.constexpr, META: tl.constexpr):
+    cos, sin = _load_angles(args, tokens, columns, columns < META.ROTATED, DIRECTION, META)
     a, b = tl.split(tl.reshape(x, [META.ROWS, META.WIDTH // 2, 2]))
     return x * cos + tl.interleave(-b, a) * sin
 
 
 @triton.jit
-def _rotate(x0, x1, args, rows, DIRECTION: tl.constexpr, META: tl.constexpr):
-    # rows: batch entry, token and whether it exists. DIRECTION: 1.0, or for a gradient -1.0.
+def _rotate(x0, x1, args, tokens, DIRECTION: tl.constexpr, META: tl.constexpr):
+    # DIRECTION: 1.0, or for a gradient -1.0.
     if META.ROTATED > 0:
         if META.INTERLEAVED:
             first, second, _, _ = _columns(META)
-            x0 = _rotate_neighbours(x0, args, rows, first, DIRECTION, META)
-            x1 = _rotate_neighbours(x1, args, rows, second, DIRECTION, META)
+            x0 = _rotate_neighbours(x0, args, tokens, first, DIRECTION, META)
+            x1 = _rotate_neighbours(x1, args, tokens, second, DIRECTION, META)
         else:
             place = tl.arange(0, META.WIDTH)
-            cos, sin = _load_angles(args, rows, place, place < META.ROTATED // 2, DIRECTION, META)
+            cos, sin = _load_angles(args, tokens, place, place < META.ROTATED // 2, DIRECTION, META)
             x0, x1 = x0 * cos - x1 * sin, x1 * cos + x0 * sin
     return x0, x1
 
@@ -171,7 +178,7 @@ def _forward_block(side, args, block, META: tl.constexpr):
         w0, w1 = _load_weights(side.weight_ptr, META)
         x0 *= factor * w0
         x1 *= factor * w1
-    x0, x1 = _rotate(x0, x1, args, (b, s, is_row), 1.0, META)
+    x0, x1 = _rotate(x0, x1, args, Tokens(b=b, s=s, is_row=is_row), 1.0, META)
     _store_tiles(row_pointer(side.y, b, h, s, META), is_row, x0, x1, META)
 
 
@@ -196,7 +203,7 @@ def _backward_blocks(side, args, program, programs, META: tl.constexpr):
     for block in range(program, tl.cdiv(args.num_tokens * META.NUM_HEADS, ROWS), programs):
         b, s, h, is_row = _rows_of_block(args, block, META)
         d0, d1 = _load_tiles(row_pointer(side.y, b, h, s, META), is_row, META)
-        d0, d1 = _rotate(d0, d1, args, (b, s, is_row), -1.0, META)
+        d0, d1 = _rotate(d0, d1, args, Tokens(b=b, s=s, is_row=is_row), -1.0, META)
         if META.HAS_NORM:  # dx = (d w - n mean(d w n)) / rms, where n = x / rms
             n0, n1 = _load_tiles(row_pointer(side.x, b, h, s, META), is_row, META)
             factor = _inverse_rms(n0, n1, args.eps, META)
