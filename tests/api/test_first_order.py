@@ -33,6 +33,7 @@ UNGUARDED = {
     "flexattn.indexer._Scores": "torch refuses to differentiate its backward",
     "flexattn.fp8._Dequantized": "torch differentiates its backward",
     "flexattn.packed_tensors.Unpacked": "torch differentiates its backward",
+    "flexattn.norm_rope._NormRope": "torch differentiates its backward",
     "flexattn.dispatch.reference._WithGivenDerivative": "runs in attention's backward alone",
     "flexattn.dispatch.quantization._RoundedWeights": "runs in attention's backward alone",
     "flexattn.dispatch.quantization._RoundedGradient": "runs in attention's backward alone",

@@ -525,10 +525,7 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
         ),
         (
             "--q 1,8192,16,512 --kv 1,8192,1,512 --mask causal",
-            [
-                "backward: triton (portable)",
-                "not sm_90 wide two-kernel: no run on such a GPU shows that it is faster; FLEXATTN_HOPPER=always runs it",
-            ],
+            ["runs on: triton / sm_90 wide (forward), triton / sm_90 wide two-kernel (backward)"],
         ),
     ],
 )
