@@ -59,18 +59,21 @@ def run(batch, sq, skv, fmt, window, scale, offset):
 
 # The heads of few queries share tiles, by another kernel.
 MANY = [(2, 64, 64, 16, 1.0, 0), (1, 17, 2, 1, 0.3, 1), (16, 33, 1000, 2**20, 1.0, 3), (1, 64, 16, 0, 2.5, 0)]
-MANY += [(31, 255, 129, 7, 0.0, 2)]
+MANY += [(31, 255, 129, 7, 0.0, 2), (1, 200, 70, 3, 0.7, 5)]
 FEW = [(2, 2, 64, 16, 1.0, 0), (1, 3, 2, 1, 0.3, 1), (16, 5, 1000, 2**20, 1.0, 3), (1, 2, 16, 0, 2.5, 0), (31, 16, 129, 7, 0.0, 2)]
+FEW += [(1, 4, 70, 3, 0.7, 5)]
+# The first calls have all forms of a bias: at two alignments, and shared by batch entries or, with one entry, not.
+FORMS = 4
 for fmt in ("bhsd", "thd"):
-    for first, *others in (MANY, FEW):
-        counted = []
-        for batch, sq, skv, window, scale, offset in (first, *others):
-            kernels = run(batch, sq, skv, fmt, window, scale, offset)
-            counted.append([len(kernel.device_caches[0][0]) for kernel in kernels])
-        before, after = counted[1], counted[-1]  # the first two calls have both forms of a bias
-        print(fmt, [kernel.__name__ for kernel in kernels], before, after)
-        assert len(kernels) == 7 and all(before)
-        assert all(both <= 2 * one for one, both in zip(*counted[:2])), f"{fmt}: {counted[:2]}"
+    for calls in (MANY, FEW):
+        kernels, counted = {}, []
+        for batch, sq, skv, window, scale, offset in calls:
+            kernels |= {kernel.__name__: kernel for kernel in run(batch, sq, skv, fmt, window, scale, offset)}
+            counted.append({name: len(kernel.device_caches[0][0]) for name, kernel in kernels.items()})
+        before, after = counted[FORMS - 1], counted[-1]
+        print(fmt, before, after)
+        assert len(kernels) == 6 and all(before.values())
+        assert all(before[name] <= FORMS * one for name, one in counted[0].items()), f"{fmt}: {counted[0]}, {before}"
         assert before == after, f"{fmt}: {after} compilations after new lengths, {before} before"
 """
 
