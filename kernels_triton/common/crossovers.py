@@ -224,6 +224,9 @@ _FUSED_192 = ("fused_192_h200.json", "fused_192_h100.json")
 _FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
 _FITTED = "fitted_h200.json"
 _FITTED_80 = ("fitted_80_h200.json", _FITTED)
+_WINDOWS = "windows_and_short_h200.json"
+_SHORT_OPEN: dict[str, Any] = {"mask": "open", "dropout": False, "packed": False, "gpu": "H200", "source": _WINDOWS}
+"""Columns of rules for backwards of short dense sequences without a mask."""
 _PLAIN: dict[str, Any] = {"dropout": False, "paged": False, "packed": False, "batch_invariant": False}
 """Columns of rules for head dims of two parts and for few keys."""
 
@@ -392,13 +395,18 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=64, dropout=True, mask=("open", "causal"), tokens_from=1024, flops_from=2**36, source=_DROPOUT),
     Rule(use="sm_90", head_dim=64, dropout=False, mask=("open", "causal"), mean_tokens=(2048, None),
          tokens_from=2048, flops_from=2**35, source=_STANDARD),
-    # 577 tokens of 2**35.3 FLOPs take equal times, 1500 keys of 2**35.7 take 2 % more, and 1568 tokens of 2**35.8 take 7 % more.
+    # 5 to 17 % less time from 1024 to 1792 tokens. 160 to 256 tokens of 2**31 FLOPs take 15 % more, and of 2**32 take 6 % less.
+    Rule(use="sm_90", head_dim=64, dropout=False, mask="open", mean_tokens=(1024, None),
+         tokens_from=1024, flops_from=2**34, source=_WINDOWS),
+    Rule(use="sm_90", head_dim=64, mask="open", tokens=(160, 256), **_PLAIN,
+         tokens_from=160, flops_from=2**32, source=_WINDOWS),
+    # 577 tokens of 2**35.3 FLOPs take equal times.
     Rule(use="sm_90", head_dim=64, dropout=False, mask="open", mean_tokens=(256, None),
          tokens_from=256, flops_from=2**36, source=(*_STANDARD, "forward_threshold_64_h200.json")),
     Rule(use="sm_90", head_dim=64, dropout=False, mask="causal", mean_tokens=(512, None),
          tokens_from=512, flops_from=2**35, source=_STANDARD),
-    Rule(use="sm_90", head_dim=64, dropout=False, mask="windowed", mean_tokens=(2048, None),
-         tokens_from=2048, flops_from=2**35, source=_STANDARD),
+    Rule(use="sm_90", head_dim=64, dropout=False, mask="windowed", mean_tokens=(1024, None),
+         tokens_from=1024, flops_from=2**32, source=(*_STANDARD, _WINDOWS)),
     # 5120 tokens with a bias at head dim 32 take 58 % more time than in the portable kernel (bias_before_h200.json).
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="loaded", tokens_from=1024, flops_from=2**36,
          source="modified_scores_h200.json"),
@@ -406,9 +414,11 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=128, dropout=True, mask=("open", "causal"), tokens_from=512, flops_from=2**31, source=_DROPOUT),
     Rule(use="sm_90", head_dim=128, mask=("open", "causal"), mean_tokens=(4096, None),
          tokens_from=4096, flops_from=2**31, source=_STANDARD),
+    Rule(use="sm_90", head_dim=128, mask="open", tokens=(144, 255), **_PLAIN,
+         tokens_from=144, flops_from=2**32, source=_WINDOWS),
     Rule(use="sm_90", head_dim=128, mask=("open", "causal"), tokens_from=256, flops_from=2**31, source=_STANDARD),
-    Rule(use="sm_90", head_dim=128, mask="windowed", mean_tokens=(2048, None),
-         tokens_from=2048, flops_from=2**31, source=_STANDARD),
+    Rule(use="sm_90", head_dim=128, mask="windowed", mean_tokens=(1024, None),
+         tokens_from=1024, flops_from=2**31, source=(*_STANDARD, _WINDOWS)),
     Rule(use="sm_90", head_dim=128, mask=("modified", "loaded"), mean_tokens=(1024, None),
          tokens_from=1024, flops_from=2**31, source="modified_scores_h200.json"),
     # Head dims 192 and 128. The run without a mask was not kept, and modified scores were measured at 128.
@@ -417,7 +427,12 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=192, mask=("open", "causal"), tokens_from=512, flops_from=2**31),
     Rule(use="sm_90", head_dim=192, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**31, source="modified_scores_h200.json"),
-    # Head dim 256
+    # 1.35 to 2.3 times as fast as the portable kernel.
+    Rule(use="sm_90", head_dim=192, mask="windowed", dropout=False,
+         tokens_from=512, flops_from=2**31, source=_WINDOWS),
+    # Head dim 256: windows of 128 keys and more are 1.4 to 2 times as fast.
+    Rule(use="sm_90", head_dim=256, mask="windowed", dropout=False,
+         tokens_from=512, flops_from=2**32, source=_WINDOWS),
     Rule(use="sm_90", head_dim=256, dropout=True, mask=("open", "causal", "modified", "loaded"),
          tokens_from=4096, flops_from=2**29, source=_DROPOUT),
     Rule(use="sm_90", head_dim=256, mask=("open", "causal"), tokens_from=256, flops_from=2**29, source=_STANDARD),
@@ -441,8 +456,23 @@ CROSSOVERS: tuple[Rule, ...] = (
     # The longer calls have 2**36 FLOPs. A half and a quarter of the batch had the same ratios (short_causal_h200.json).
     Rule(use="sm_90 fused", head_dim=64, mask="open", grouped=True,
          tokens_from=1024, flops_from=2**35, keys_per_sm_from=128, source="lengths_h200.json"),
-    # Head dims of 72 and 80 take 3 to 8 % less time at 256 tokens.
-    Rule(use="sm_90 fused", head_dim=128, width=(65, 80), mask="open", tokens=(256, 2047), packed=False, gpu="H200",
+    # 197 tokens take 18 to 22 % less time, 256 take 6 to 10 % less, and 384 take 11 to 13 % less. 257 to 320 take up to 9 % more,
+    # and 448 take 2 to 6 % more. With 2**30 FLOPs, 197 and 256 tokens take 4 to 19 % more.
+    Rule(use="sm_90 fused", head_dim=64, tokens=(193, 256), **_SHORT_OPEN, tokens_from=193, flops_from=2**31, keys_per_sm_from=256),
+    Rule(use="sm_90 fused", head_dim=64, tokens=(384, 384), **_SHORT_OPEN, tokens_from=384, flops_from=2**32, keys_per_sm_from=256),
+    # 5 to 22 % less time from 201 to 448 tokens; 160 tokens take equal times.
+    Rule(use="sm_90 fused", head_dim=128, tokens=(193, 511), **_SHORT_OPEN,
+         tokens_from=193, flops_from=2**31, keys_per_sm_from=128),
+    # 16 to 256 queries of 1024 to 8192 keys take 23 to 58 % less time.
+    Rule(use="sm_90 fused", head_dim=(64, 128), queries=(None, 256), mask="open", dropout=False, packed=False,
+         keys_from=1024, flops_from=2**30, keys_per_sm_from=128, source=_WINDOWS),
+    # 77 keys at head dim 40 and 120 keys at 72 take 12 % less time. 77 keys at 64 take 2 to 35 % more.
+    Rule(use="sm_90 fused", head_dim=64, width=(33, 48), keys=(65, 128), mask="open", dropout=False, packed=False,
+         tokens_from=1024, flops_from=2**32, keys_per_sm_from=64, source=_WINDOWS),
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 80), keys=(65, 128), mask="open", dropout=False, packed=False,
+         tokens_from=1024, flops_from=2**31, keys_per_sm_from=64, source=_WINDOWS),
+    # Head dims of 72 and 80
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 80), mask="open", tokens=(512, 2047), packed=False, gpu="H200",
          flops_from=2**34, keys_per_sm_from=128, source=_FITTED_80),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="open",
          tokens_from=512, flops_from=2**35, keys_per_sm_from=128, source="lengths_h200.json"),
@@ -460,6 +490,12 @@ CROSSOVERS: tuple[Rule, ...] = (
          source=("short_causal_h100.json", "short_backwards_more_h100.json")),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal",
          tokens_from=1024, flops_from=2**35, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
+    # Windows of 65 keys take 7 to 26 % less time at head dim 64, and of 128 to 257 keys 20 to 41 % less. At 128, windows of 128 to
+    # 512 keys take 21 to 34 % less.
+    Rule(use="sm_90 fused", head_dim=64, mask="windowed", dropout=False,
+         tokens_from=1024, flops_from=2**31, window_left_from=63, keys_per_sm_from=128, source=_WINDOWS),
+    Rule(use="sm_90 fused", head_dim=128, mask="windowed", dropout=False,
+         tokens_from=2048, flops_from=2**33, window_left_from=127, keys_per_sm_from=128, source=_WINDOWS),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="windowed",
          tokens_from=2048, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask=("modified", "loaded"), bias=False,
@@ -470,6 +506,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
     Rule(use="sm_90 fused 192", head_dim=192, mask="windowed",
          tokens_from=8192, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
+    # 1024 keys take 29 % less time than in two kernels.
+    Rule(use="sm_90 fused 192", head_dim=256, width=(None, 160), mask="windowed",
+         tokens_from=8192, flops_from=2**35, window_left_from=1023, keys_per_sm_from=128, source=_WINDOWS),
     # Two kernels pad 160 to 256: 21 % less time at 256 tokens, 34 % at 1024, and 44 to 48 % from 4096 on.
     Rule(use="sm_90 fused 192", head_dim=256, width=(None, 160), mask=("open", "causal"),
          tokens_from=256, flops_from=2**35, window_left_from=1023, keys_per_sm_from=128, gain=1.65, source=_FITTED),
@@ -493,8 +532,13 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=256, flops_from=2**33, keys_per_sm_from=128, source=_FUSED_192),
     Rule(use="sm_90 two-kernel", head_dim=192, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**33, keys_per_sm_from=128, source="modified_scores_h200.json"),
+    # Windows of 128 keys take 33 to 46 % less time at head dim 192, and of 64 to 4096 keys 41 to 61 % less at 256.
+    Rule(use="sm_90 two-kernel", head_dim=192, mask="windowed", dropout=False,
+         tokens_from=512, flops_from=2**31, keys_per_sm_from=48, source=(*_STANDARD, _WINDOWS)),
     Rule(use="sm_90 two-kernel", head_dim=192, mask="windowed",
          tokens_from=8192, flops_from=2**33, keys_per_sm_from=128, source=_STANDARD),
+    Rule(use="sm_90 two-kernel", head_dim=256, mask="windowed", dropout=False,
+         tokens_from=512, flops_from=2**31, keys_per_sm_from=15, source=_WINDOWS),
     # 21 to 49 % less time than the portable kernels at 256 to 512 tokens.
     Rule(use="sm_90 two-kernel", head_dim=256, dropout=True, mask=("open", "causal", "modified", "loaded"),
          tokens_from=4096, flops_from=2**34, keys_per_sm_from=64, source=_DROPOUT),
@@ -523,23 +567,41 @@ CROSSOVERS: tuple[Rule, ...] = (
          source="paged_prefill_h100.json"),
     Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, paged=True, mask="causal", mean_tokens=(4096, None),
          source="paged_prefill_h100.json"),
-    Rule(use="sm_90", tile="d64_paged_narrow", head_dim=64, paged=True, mask="windowed",
+    Rule(use="sm_90", tile="d64_narrow_two_consumers", head_dim=64, paged=True, mask="windowed",
          mean_tokens=(256, None), window=(None, 256), source="paged_prefill_h100.json"),
     Rule(use="sm_90", tile="d64_paged_short", head_dim=64, paged=True, mean_tokens=(256, None), source="paged_prefill_h100.json"),
     Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, paged=True),
     Rule(use="sm_90", tile="d64_long", head_dim=64, mask=("open", "causal"), mean_tokens=(2048, None), source=_STANDARD),
-    Rule(use="sm_90", tile="d64_short", head_dim=64, mask="open", mean_tokens=(256, None), source=_STANDARD),
+    Rule(use="sm_90", tile="d64_long", head_dim=64, mask="open", mean_tokens=(1280, None), source=_WINDOWS),
+    Rule(use="sm_90", tile="d64_short", head_dim=64, mask="open", mean_tokens=(160, None), source=(*_STANDARD, _WINDOWS)),
     Rule(use="sm_90", tile="d64_short", head_dim=64, mask="causal", mean_tokens=(512, None), source=_STANDARD),
+    # 6 to 11 % less time than the next tile if sequences have their own lengths, and up to 2 % more otherwise.
+    Rule(use="sm_90", tile="d64_narrow_two_consumers", head_dim=64, mask="windowed", packed=True, window=(None, 257),
+         source=_WINDOWS),
     # 4 to 5 % less time with windows of 128 keys, 3 % less with 256.
-    Rule(use="sm_90", tile="d64_narrow", head_dim=64, mask="windowed", mean_tokens=(2048, None), window=(None, 256),
-         source="windows_h100.json"),
-    Rule(use="sm_90", tile="d64_short", head_dim=64, mask="windowed", mean_tokens=(2048, None), source=_STANDARD),
+    Rule(use="sm_90", tile="d64_narrow", head_dim=64, mask="windowed", mean_tokens=(1024, None), window=(None, 256),
+         source=("windows_h100.json", _WINDOWS)),
+    Rule(use="sm_90", tile="d64_short", head_dim=64, mask="windowed", mean_tokens=(1024, None), source=_STANDARD),
     Rule(use="sm_90", tile="d64_two_consumers", head_dim=64),
     Rule(use="sm_90", tile="d128_long", head_dim=128, batch_invariant=True),
     Rule(use="sm_90", tile="d128_long", head_dim=128, mask=("open", "causal"), mean_tokens=(4096, None), source=_STANDARD),
+    # 18 to 22 % less time with 128 keys. With 512 and more, three consumers take 5 to 13 % less.
+    Rule(use="sm_90", tile="d128_narrow", head_dim=128, mask="windowed", dropout=False, paged=False, window=(None, 256),
+         source=_WINDOWS),
+    Rule(use="sm_90", tile="d128_narrow", head_dim=128, mask="windowed", dropout=False, paged=False, mean_tokens=(None, 2047),
+         source=_WINDOWS),
+    Rule(use="sm_90", tile="d128_three_consumers", head_dim=128, mask="windowed", dropout=False, paged=False, source=_WINDOWS),
     Rule(use="sm_90", tile="d128_long", head_dim=128, mask="windowed", mean_tokens=(2048, None), source=_STANDARD),
+    # 144 and 160 tokens take 14 to 20 % less time.
+    Rule(use="sm_90", tile="d128_three_consumers", head_dim=128, mask="open", tokens=(129, 192), **_PLAIN, source=_WINDOWS),
     Rule(use="sm_90", tile="d128_long", head_dim=128, mask=("modified", "loaded"), mean_tokens=(1024, None), source=_STANDARD),
     Rule(use="sm_90", tile="d128", head_dim=128),
+    Rule(use="sm_90", tile="d192", head_dim=192, batch_invariant=True),
+    Rule(use="sm_90", tile="d192_narrow", head_dim=192, mask="windowed", dropout=False, paged=False, window=(None, 256),
+         source=_WINDOWS),
+    # 4096 causal tokens take 9 % less time, and 16384 take 2 % less.
+    Rule(use="sm_90", tile="d192_three_consumers", head_dim=192, mask=("causal", "windowed"), dropout=False, paged=False,
+         tokens=(1024, None), source=_WINDOWS),
     Rule(use="sm_90", tile="d192", head_dim=192),
     Rule(use="sm_90", tile="d256", head_dim=256),
     # --- Tiles of the fused backward. Persistent programs take 2 to 7 % less time; with heads that share key heads they take less
@@ -548,6 +610,9 @@ CROSSOVERS: tuple[Rule, ...] = (
     # more with one and at 64.
     Rule(use="sm_90 fused", tile="d64_modified", head_dim=64, dropout=True),
     Rule(use="sm_90 fused", tile="d64_modified", head_dim=64, mask=("modified", "loaded")),
+    Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, tokens=(None, 511), **_SHORT_OPEN),
+    Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="open", queries=(None, 256), source=_WINDOWS),
+    Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="windowed", window=(None, 513), source=_WINDOWS),
     Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="causal", tokens=(384, 1023),
          source=_SHORT_CAUSAL),
     Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="open", grouped=False, tokens=(512, 4096),
@@ -558,6 +623,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          source=_FUSED_TILES),
     Rule(use="sm_90 fused", tile="d64", head_dim=64),
     Rule(use="sm_90 fused", tile="d128", head_dim=128, dropout=True),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, tokens=(None, 511), **_SHORT_OPEN),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="open", queries=(None, 256), source=_WINDOWS),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="windowed", window=(None, 512), source=_WINDOWS),
     Rule(use="sm_90 fused", tile="d128_converting", head_dim=128, mask="open", grouped=False, packed=False, is_full_width=True,
          tokens=(512, 4096), source=("short_backwards_h100.json", "small_kernels_h100.json", "small_kernels_h200.json")),
     Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, width=(65, 80), mask="open", tokens=(256, 4096),
@@ -586,12 +654,11 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="portable", tile="one_grid", capability=90, element_size=2, head_dim=64, mask="causal", has_left=False, dropout=False,
          packed=False, grouped=False, tokens=(None, 512), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
     # --- sm_90: tiles for head dims of two parts, beside those for the next power of two. Head dims that are padded to the same
-    # width have the same products. At 72 to 96, 256 tokens take 4 to 7 % more time forward, because q has one stage. With 96, the
-    # backward took 0 to 2 % more.
-    Rule(use="sm_90 fitted", width=(65, 80), mask=("open", "causal"), **_PLAIN, keys=(129, None), tokens=(1024, None),
-         gain=1.08, source=_FITTED_80),
-    Rule(use="sm_90 fitted", width=(81, 96), mask=("open", "causal"), **_PLAIN, keys=(129, None), tokens=(1024, None),
-         gain=1.04, source=_FITTED),
+    # width have the same products. With 96, the backward took 0 to 2 % more time.
+    Rule(use="sm_90 fitted", width=(65, 80), mask=("open", "causal"), **_PLAIN, keys=(129, None), tokens=(256, None),
+         gain=1.08, source=(*_FITTED_80, _WINDOWS)),
+    Rule(use="sm_90 fitted", width=(81, 96), mask=("open", "causal"), **_PLAIN, keys=(129, None), tokens=(256, None),
+         gain=1.05, source=(_FITTED, _WINDOWS)),
     Rule(use="sm_90 fitted", head_dim=256, width=(None, 160), mask=("open", "causal"), **_PLAIN, tokens=(256, None),
          gain=1.35, source=_FITTED),
     Rule(use="sm_90 fitted", head_dim=256, width=(None, 192), mask=("open", "causal"), **_PLAIN, tokens=(256, None),

@@ -355,6 +355,9 @@ class HopperTile:
 _NARROW_64 = HopperTile(
     head_dim_qk=64, head_dim_v=64, block_m=192, block_n=64, num_stages=4, registers=160, q_stages=2, pingpong=False, is_lazy=True
 )
+_NARROW_128 = HopperTile(
+    head_dim_qk=128, head_dim_v=128, block_m=192, block_n=64, num_stages=3, registers=160, pingpong=False, is_lazy=True
+)
 
 HOPPER_FORWARD: dict[str, HopperTile] = {
     "d64_long": HopperTile(head_dim_qk=64, head_dim_v=64, block_m=192, block_n=128, num_stages=2, registers=160, is_lazy=True),
@@ -389,10 +392,26 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
         pingpong=False,
         is_lazy=True,
     ),
-    "d64_paged_narrow": replace(_NARROW_64, block_m=128, registers=240),
+    "d64_narrow_two_consumers": replace(_NARROW_64, block_m=128, registers=240),
     "d128_long": HopperTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=128, num_stages=2, registers=240),
     "d128": HopperTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=128, num_stages=2, registers=240, q_stages=2),
+    "d128_narrow": replace(_NARROW_128, block_m=128, num_stages=4, registers=240, q_stages=2),
+    "d128_three_consumers": _NARROW_128,
     "d192": HopperTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
+    "d192_narrow": HopperTile(
+        head_dim_qk=192, head_dim_v=128, block_m=128, block_n=64, num_stages=3, registers=240, pingpong=False, is_lazy=True
+    ),
+    "d192_three_consumers": HopperTile(
+        head_dim_qk=192,
+        head_dim_v=128,
+        block_m=192,
+        block_n=64,
+        num_stages=3,
+        registers=160,
+        out_parts=2,
+        pingpong=False,
+        is_lazy=True,
+    ),
     "d256": HopperTile(
         head_dim_qk=256, head_dim_v=256, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2, is_lazy=True
     ),
@@ -400,8 +419,8 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
 """Tiles for head dims up to 256; `crossovers` selects one for a call."""
 
 HOPPER_FITTED = (
-    HopperTile(head_dim_qk=80, head_dim_v=80, block_m=128, block_n=128, num_stages=3, registers=240),
-    HopperTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=128, num_stages=3, registers=240),
+    HopperTile(head_dim_qk=80, head_dim_v=80, block_m=128, block_n=128, num_stages=3, registers=240, q_stages=2),
+    HopperTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=128, num_stages=2, registers=240, q_stages=2),
     HopperTile(head_dim_qk=160, head_dim_v=160, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
     HopperTile(head_dim_qk=192, head_dim_v=192, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2, is_lazy=True),
 )

@@ -138,6 +138,9 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("fwd", 128, "causal"): 461,
     ("fwd", 128, "everything"): 461,
     ("fwd", 128, "window"): 769,
+    ("fwd", "128: narrow window", "window"): 465,
+    ("fwd", "128: 192x64", "open"): 309,
+    ("fwd", "128: 192x64", "window"): 465,
     ("dq", 128, "open"): 523,
     ("dq", 128, "causal"): 554,
     ("dq", 128, "everything"): 684,
@@ -151,6 +154,9 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("fwd", 192, "open"): 490,
     ("fwd", 192, "causal"): 495,
     ("fwd", 192, "everything"): 494,
+    ("fwd", "192: narrow window", "window"): 495,
+    ("fwd", "192: 192x64", "causal"): 349,
+    ("fwd", "192: 192x64", "window"): 496,
     ("dq", 192, "open"): 352,
     ("dq", 192, "causal"): 367,
     ("dq", 192, "everything"): 432,
@@ -196,7 +202,11 @@ TILES: dict[int | str, str] = {
     "64: few rows": "d64_few_rows",
     128: "d128_long",
     "128: 128x128": "d128",
+    "128: narrow window": "d128_narrow",
+    "128: 192x64": "d128_three_consumers",
     192: "d192",
+    "192: narrow window": "d192_narrow",
+    "192: 192x64": "d192_three_consumers",
     256: "d256",
 }
 
@@ -306,6 +316,8 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
     assert not faster("forward", problem_of((1, 1024, 2, 128)))  # the work is too small
     assert faster("forward", problem_of((64, 256, 16, 128)))
     assert not faster("forward", problem_of((128, 128, 16, 128)))
+    assert faster("forward", problem_of((32, 201, 16, 128)))
+    assert not faster("forward", problem_of((32, 201, 16, 128), window_right=0))  # it was not measured
     assert faster("forward", problem_of((64, 256, 16, 256)))
     assert faster("forward", problem_of((8, 2048, 32, 64)))
     for length, band, rows in (
@@ -326,9 +338,17 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
         assert conditions.forward_tile(narrow).block_m == rows
     window = {"window_left": 1023, "window_right": 0}
     assert faster("forward", problem_of((2, 8192, 16, 128), **window))
-    assert not faster("forward", problem_of((8, 1024, 16, 128), **window))
+    assert faster("forward", problem_of((8, 1024, 16, 128), **window))
+    assert not faster("forward", problem_of((16, 512, 16, 128), **window))
     assert faster("forward", problem_of((4, 8192, 32, 64), **window))
-    assert not faster("forward", problem_of((16, 1024, 32, 64), **window))
+    assert faster("forward", problem_of((16, 1024, 32, 64), **window))
+    assert not faster("forward", problem_of((16, 512, 32, 64), **window))
+    for head_dim, width, rows in ((128, 128, 128), (128, 512, 192), (192, 128, 128), (192, 512, 192), (256, 512, 128)):
+        x = torch.empty((2, 8192, 32, head_dim), dtype=torch.bfloat16, device="meta")
+        v = x[..., :128] if head_dim == 192 else x
+        wide = Problem(x, x, v, softmax_scale=0.1, window_left=width - 1, window_right=0)
+        assert faster("forward", wide)
+        assert conditions.forward_tile(wide).block_m == rows
     assert faster("backward", problem_of((16, 1024, 16, 128)))
     assert not faster("backward", problem_of((1, 65536, 1, 32)))
     assert not faster("backward", problem_of((8, 2048, 32, 64)))
@@ -336,11 +356,14 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
     assert faster("fused", problem_of((32, 512, 32, 64)))
     assert not faster("fused", problem_of((32, 512, 32, 64), softcap=30.0))
     assert faster("fused", problem_of((16, 1024, 16, 128), window_right=0))
-    assert not faster("fused", problem_of((64, 256, 16, 128)))
+    for length, head_dim, is_faster in ((197, 64, True), (300, 64, False), (384, 64, True), (160, 128, False), (300, 128, True)):
+        assert faster("fused", problem_of((64, length, 16, head_dim))) == is_faster
+        assert not faster("fused", problem_of((64, length, 16, head_dim), window_right=0)) or length == 384
     assert not faster("fused", problem_of((1, 8192, 2, 128)))  # there are too few programs
     assert not faster("fused", problem_of((2, 4096, 16, 136)))
     assert faster("fused", problem_of((2, 4096, 16, 128), **window))
-    assert not faster("fused", problem_of((2, 4096, 16, 128), window_left=127, window_right=0))
+    assert faster("fused", problem_of((4, 4096, 16, 128), window_left=127, window_right=0))
+    assert not faster("fused", problem_of((4, 4096, 16, 128), window_left=63, window_right=0))
     for more in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(16)}, {"bias": torch.empty(1, 1, 1, 1)}, {"block_mask": object()}):
         for dim, in_forward in ((64, "bias" in more or "block_mask" in more), (128, True)):
             modified = problem_of((8, 4096, 16, dim), window_right=0, **more)

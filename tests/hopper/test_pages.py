@@ -139,7 +139,7 @@ def test_features(call: dict[str, Any], splits: int) -> None:
 ROWS = {
     "long": HOPPER_FORWARD["d64_two_consumers"],
     "short": HOPPER_FORWARD["d64_paged_short"],
-    "narrow window": HOPPER_FORWARD["d64_paged_narrow"],
+    "narrow window": HOPPER_FORWARD["d64_narrow_two_consumers"],
 }
 
 
