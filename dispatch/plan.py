@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.compat import storage_of
 from flexattn.dispatch import recorder
-from flexattn.dispatch.recorder import Launched, Recorder, first_byte, storage_of
+from flexattn.dispatch.recorder import Launched, Recorder, first_byte
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.runtime.launch import Launch

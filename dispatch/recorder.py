@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.compat import TorchDispatchMode, tree_flatten, tree_unflatten
+from flexattn.compat import TorchDispatchMode, storage_of, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from flexattn.kernels_cudnn.plans import Plan as CudnnPlan
@@ -172,11 +172,6 @@ class Recorder(Watch):  # type: ignore[no-untyped-call]
     def on_planned_launch(self, launch: Launch) -> None:
         """Records a `launch.Launch` that does not run, because its tensors are meta tensors."""
         self.steps.append(Launched(launch, [self.slot(t) for t in tensors_of(launch.arguments)]))
-
-
-def storage_of(t: Tensor) -> int:
-    """Returns a number that identifies the tensor's storage while the storage lives."""
-    return t.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def first_byte(t: Tensor) -> int:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from flexattn import compat
-from flexattn.dispatch.recorder import Executed, Launched, Op, Recorder, Slot, Step, storage_of
+from flexattn.compat import storage_of
+from flexattn.dispatch.recorder import Executed, Launched, Op, Recorder, Slot, Step
 from flexattn.dispatch.select import Backend
 
 R = TypeVar("R")

@@ -424,8 +424,11 @@ class Operands(NamedTuple):
         return dict(zip(names, values_of(self), strict=True))
 
     def on_meta(self) -> Operands:
-        """Returns the operands with their tensors on the meta device, in the same strides."""
-        return Operands._make(map(_on_meta, self))
+        """Returns the operands with their tensors on the meta device, in the same strides. If v is columns of k, it stays so."""
+        from flexattn.kernels_triton.common.problem import are_first_columns
+
+        x = Operands._make(map(_on_meta, self))
+        return x._replace(v=x.k[..., : x.v.shape[-1]]) if are_first_columns(self.v, self.k) else x
 
 
 @functools.lru_cache

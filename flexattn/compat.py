@@ -112,6 +112,11 @@ TENSOR_FUNCTIONS = vars(torch._tensor)
 TensorGuards: Any = getattr(getattr(_compiler, "guards", None), "TensorGuards", None)
 
 
+def storage_of(t: Tensor) -> int:
+    """Returns a number that identifies the tensor's storage while the storage lives."""
+    return t.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
 def empty_strided(device_type: str) -> Callable[..., Tensor] | None:
     """Returns the empty_strided(shape, strides, dtype) that Inductor's code calls for the current device, or None."""
     found: Callable[..., Tensor] | None = getattr(getattr(_compiler, "guards", None), f"_empty_strided_{device_type}", None)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flexattn.compat import storage_of
 from flexattn.kernels_triton.common.arguments import (
     Alibi,
     Band,
@@ -353,14 +354,9 @@ class Problem:
         """True if v is the first columns of k, in the same memory, as in absorbed latent attention (MLA).
 
         The head dim of k must be above 256 and v's columns must be those of k's first part. Then one tile serves both products.
-        Meta tensors have no address: there, narrower rows with k's strides are taken for columns of k.
         """
         k, v = self.k, self.v
-        if k.shape[-1] <= 256 or k.stride() != v.stride():
-            return False
-        if (k.shape[-1] <= v.shape[-1]) if k.is_meta else (k.data_ptr() != v.data_ptr()):
-            return False
-        return (self._parts(k)[0], 0) == self._parts(v)
+        return k.shape[-1] > 256 and (self._parts(k)[0], 0) == self._parts(v) and are_first_columns(v, k)
 
     def _parts(self, x: Tensor) -> tuple[int, int]:
         # an FP8 matrix instruction multiplies 32 columns at a time
@@ -670,6 +666,14 @@ def is_loadable(x: Tensor) -> bool:
         return True
     steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
     return (x.is_meta or x.data_ptr() % 16 == 0) and all(step % 8 == 0 for step in steps)
+
+
+def are_first_columns(v: Tensor, k: Tensor) -> bool:
+    """Returns whether v is the first columns of k, in the same memory. On the meta device, which has no addresses, it is a view."""
+    columns = k[..., : v.shape[-1]]
+    if v.shape != columns.shape or v.stride() != columns.stride():
+        return False
+    return storage_of(v) == storage_of(k) if k.is_meta else v.data_ptr() == k.data_ptr()
 
 
 def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:

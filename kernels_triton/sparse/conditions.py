@@ -32,8 +32,8 @@ def wide_unsupported(problem: Problem) -> str | None:
     x = problem
     if reason := _unsupported(x):
         return reason
-    if not x.is_latent or widths(x)[1] != 64:
-        return "it takes v that is the first columns of k, and 33 to 64 more columns of k"
+    if not x.is_latent or widths(x)[1] not in (0, 64):
+        return "it takes v = k[..., :n] that is no copy, and k with 289 to 320, 385 to 512, or 545 to 576 columns"
     return None
 
 

@@ -93,16 +93,16 @@ def _shared_layout(width, dtype):
 
 
 @gluon.jit
-def _allocate(STAGES: gl.constexpr, ROWS_OF_TILE: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
+def allocate(STAGES: gl.constexpr, ROWS_OF_TILE: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
     LAYOUT: gl.constexpr = _shared_layout(WIDTH, DTYPE)
     return gl.allocate_shared_memory(DTYPE, [STAGES, ROWS_OF_TILE, WIDTH], LAYOUT)
 
 
 @gluon.jit
 def _allocate_pair(STAGES: gl.constexpr, ROWS_OF_TILE: gl.constexpr, DTYPE: gl.constexpr, META: gl.constexpr):
-    first = _allocate(STAGES, ROWS_OF_TILE, META.QK0, DTYPE)
+    first = allocate(STAGES, ROWS_OF_TILE, META.QK0, DTYPE)
     if META.QK1 > 0:
-        return Pair(first=first, second=_allocate(STAGES, ROWS_OF_TILE, META.QK1, DTYPE))
+        return Pair(first=first, second=allocate(STAGES, ROWS_OF_TILE, META.QK1, DTYPE))
     else:
         return Pair(first=first, second=first)
 
@@ -113,7 +113,7 @@ def allocate_ring(DTYPE: gl.constexpr, IS_LATENT: gl.constexpr, LOADERS: gl.cons
     k = _allocate_pair(META.STAGES, META.BLOCK_N, DTYPE, META)
     v = k.first
     if not IS_LATENT:
-        v = _allocate(META.STAGES, META.BLOCK_N, META.V0, DTYPE)
+        v = allocate(META.STAGES, META.BLOCK_N, META.V0, DTYPE)
     return Ring(
         q=_allocate_pair(1, ROWS, DTYPE, META),
         k=k,

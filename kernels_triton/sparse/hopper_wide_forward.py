@@ -1,9 +1,9 @@
 """Forward over lists of keys on sm_90, for latent attention with v in the first columns of k: two warpgroups share out's columns.
 
 Each warpgroup computes the scores and the weights of every second block of keys, and adds the products of all weights with its
-half of v's columns to its half of out. Weights pass between the warpgroups through shared memory: in the second part of the block's
-own keys, which nothing reads after the scores. Each block continues from the row maximum of the block before it. Two loaders gather
-one block each (the schedule of FlashMLA's sparse prefill is similar).
+half of v's columns to its half of out. Weights pass between the warpgroups through shared memory. If k has a second part, they are
+in that of the block's own keys, which nothing reads after the scores. Each block continues from the row maximum of the block before
+it. Two loaders gather one block each (the schedule of FlashMLA's sparse prefill is similar).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from flexattn.kernels_triton.sparse.gathering import (
     Arguments,
     Item,
     Ring,
+    allocate,
     allocate_ring,
     announce,
     correction_of,
@@ -44,8 +45,9 @@ from flexattn.kernels_triton.sparse.hopper_launch import launch_items
 
 
 class Exchange(NamedTuple):
-    """Values that a warpgroup writes for the other: row maxima after each block, and at the end the row sums."""
+    """Values that a warpgroup writes for the other: weights and row maxima of each block, and at the end the row sums."""
 
+    weights: gl.shared_memory_descriptor  # [2, rows, BLOCK_N]
     row_max: gl.shared_memory_descriptor  # [2, rows]
     row_sum: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # by warpgroup: the weights and the maximum of its block are written
@@ -105,7 +107,7 @@ def _left_partition(args: Arguments, ring: Ring, exchange: Exchange, KV_BLOCK: g
         s, factor = visible_scores(s, ring, here, item, args, META)
         weights, row_max, row_sum, correction = softmax(s, row_max, row_sum, factor, 0, DTYPE, META)
         p = unpack_pairs(weights, ROWS, BLOCK_N, P, DTYPE)
-        _publish(p, row_max, ring.k.second.index(here), 0, exchange)
+        _publish(p, row_max, exchange.weights.index(here), 0, exchange)
         acc = rescaled(acc, correction, META)
         acc = warpgroup_mma(p, _half_of_values(ring, here, 0, META), acc, is_async=True)  # O += P V, half of the columns
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -117,7 +119,7 @@ def _left_partition(args: Arguments, ring: Ring, exchange: Exchange, KV_BLOCK: g
         row_max = new_max
         row_sum = row_sum * for_threads(correction, row_sum)
         acc = rescaled(acc, correction, META)
-        p_other = ring.k.second.index(there)
+        p_other = exchange.weights.index(there)
         acc = warpgroup_mma(p_other, _half_of_values(ring, there, 0, META), acc, is_async=True)  # O += P V of the other's block
         acc = warpgroup_mma_wait(0, deps=[acc])
         pipeline.release(ring.empty, other)
@@ -149,12 +151,12 @@ def _right_partition(args: Arguments, ring: Ring, exchange: Exchange, KV_BLOCK: 
         correction = correction_of(row_max, new_max)
         row_sum = row_sum * for_threads(correction, row_sum)
         acc = rescaled(acc, correction, META)
-        p_other = ring.k.second.index(there)
+        p_other = exchange.weights.index(there)
         acc = warpgroup_mma(p_other, _half_of_values(ring, there, 1, META), acc, is_async=True)  # O += P V of the other's block
         s, factor = visible_scores(s, ring, here, item, args, META)
         weights, row_max, row_sum, correction = softmax(s, new_max, row_sum, factor, 0, DTYPE, META)
         p = unpack_pairs(weights, ROWS, BLOCK_N, P, DTYPE)
-        _publish(p, row_max, ring.k.second.index(here), 1, exchange)
+        _publish(p, row_max, exchange.weights.index(here), 1, exchange)
         acc = warpgroup_mma_wait(0, deps=[acc])
         pipeline.release(ring.empty, other)
         acc = rescaled(acc, correction, META)
@@ -183,7 +185,11 @@ def _sparse_fwd_wide_hopper_kernel(args: Arguments, KV_BLOCK: gl.constexpr, META
     REGISTERS: gl.constexpr = META.REGISTERS
     ring = allocate_ring(DTYPE, True, 2, 2, META)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    weights = ring.k.second
+    if META.QK1 == 0:
+        weights = allocate(2, ROWS, META.BLOCK_N, DTYPE)
     exchange = Exchange(
+        weights=weights,
         row_max=gl.allocate_shared_memory(gl.float32, [2, ROWS], rows),
         row_sum=gl.allocate_shared_memory(gl.float32, [2, ROWS], rows),
         full=allocate_barriers(2, 1),

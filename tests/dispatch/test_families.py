@@ -211,9 +211,17 @@ def fp8_cache_call() -> tuple[AttentionSpec, Operands]:
     return on_sm_90(q=q, k=k, v=k)
 
 
-def latent_call() -> tuple[AttentionSpec, Operands]:
-    q, k = (torch.zeros(1, n, heads, 320, dtype=torch.bfloat16) for n, heads in ((2, 4), (64, 1)))
-    return on_sm_90(q=q, k=k, v=k[..., :256], kv_indices=torch.zeros(1, 2, 16, dtype=torch.int32))
+def latent_call(dims: tuple[int, int] = (320, 256), *, has_copy: bool = False) -> tuple[AttentionSpec, Operands]:
+    q, k = (torch.zeros(1, n, heads, dims[0], dtype=torch.bfloat16) for n, heads in ((2, 4), (64, 1)))
+    v = k[..., : dims[1]]
+    return on_sm_90(q=q, k=k, v=v.clone() if has_copy else v, kv_indices=torch.zeros(1, 2, 16, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (512, 512), (512, 448)], ids=str)
+def test_latent_heads_have_a_family_if_v_is_no_copy(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy())
+    assert names(*latent_call(dims)) == ["sm_90 sparse latent", "sparse"]
+    assert names(*latent_call(dims, has_copy=True)) == ["sparse", "sparse"]
 
 
 @pytest.mark.slow

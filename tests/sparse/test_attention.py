@@ -152,8 +152,9 @@ def test_head_dims_of_models(dims: tuple[int, int], deterministic: bool) -> None
     check(call("many heads, packed lengths, counts", torch.bfloat16, dims), deterministic)
 
 
-def test_v_may_be_the_first_columns_of_k() -> None:
-    given = call("many heads, causal, counts, latent", torch.float16, (320, 256))
+@pytest.mark.parametrize("dims", [(320, 256), pytest.param((512, 512), marks=pytest.mark.slow)])
+def test_v_may_be_the_first_columns_of_k(dims: tuple[int, int]) -> None:
+    given = call("many heads, causal, counts, latent", torch.float16, dims)
     q, k = given["q"], given["k"]
     arguments = {name: value for name, value in given.items() if name not in "qkv"}
     apart = attention(q, k, given["v"].detach().clone(), backend="triton", **arguments)
@@ -233,6 +234,7 @@ def launches_of(given: dict[str, Any], sm: int, deterministic: bool) -> list[Any
 
 GATES = [
     (90, (576, 512), "many heads, causal, counts, latent"),
+    (90, (512, 512), "hundred heads, causal, counts, sink, latent"),
     (90, (128, 128), "packed lengths, counts, softcap, sink, blocks"),
     (90, (128, 128), "packed lengths, counts, wide blocks"),
     (80, (64, 64), "packed lengths, one list, counts"),

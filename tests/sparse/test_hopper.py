@@ -73,29 +73,27 @@ def check(seed: int, given: dict[str, Any], kernels: ModuleType) -> None:
 
 
 CASES = [
-    ("many heads, packed lengths, counts, sink", LATENT),
-    ("three heads, causal, counts, softcap", LATENT),
-    ("three heads, lengths, one list, blocks", NARROW),
-    ("many heads, packed lengths, counts, sink, softcap", NARROW),
+    ("many heads, packed lengths, counts, sink, latent", (320, 256)),
+    ("three heads, packed lengths, counts, sink, softcap, latent", (512, 512)),
+    ("many heads, packed lengths, counts, sink, softcap", (48, 64)),
+]
+MORE_CASES = [
+    ("three heads, causal, counts, softcap, latent", (320, 256)),
+    ("many heads, causal, sink, blocks, latent", (512, 448)),
+    ("three heads, lengths, one list, blocks", (48, 64)),
 ]
 
 
 @without_gpu
-@pytest.mark.parametrize(
-    ("case", "kernels"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:3]), CASES[3]],
-    ids=str,
-)
-def test_features(case: str, kernels: ModuleType) -> None:
-    if kernels is LATENT:
-        check(3, call(f"{case}, latent", BF16, (320, 256)), kernels)
-    else:
-        check(3, call(case, torch.float16, (48, 64)), kernels)
+@pytest.mark.parametrize(("case", "dims"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str)
+def test_features(case: str, dims: tuple[int, int]) -> None:
+    is_latent = "latent" in case
+    check(3, call(case, BF16 if is_latent else torch.float16, dims), LATENT if is_latent else NARROW)
 
 
 @pytest.mark.slow
 @without_gpu
-@pytest.mark.parametrize("dims", [(576, 512), (296, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(576, 512), (296, 256), (512, 512), (392, 392)], ids=str)
 def test_latent_head_dims(dims: tuple[int, int]) -> None:
     check(5, long_lists(LATENT, 150, 128, dims), LATENT)
 
@@ -109,20 +107,23 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("kernels", [LATENT, NARROW], ids=["latent", "narrow"])
+@pytest.mark.parametrize(
+    ("kernels", "dims"), [(LATENT, (320, 256)), (LATENT, (512, 512)), (NARROW, (64, 64))], ids=["latent", "one part", "narrow"]
+)
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, *range(3, 20)))])
-def test_schedules(seed: int, kernels: ModuleType) -> None:
-    check(seed, long_lists(kernels, 330), kernels)
+def test_schedules(seed: int, kernels: ModuleType, dims: tuple[int, int]) -> None:
+    check(seed, long_lists(kernels, 330, dims=dims), kernels)
 
 
 @without_gpu
-def test_keys_may_lie_in_pages() -> None:
-    given = long_lists(LATENT, 150)
+@pytest.mark.parametrize("dims", [(320, 256), pytest.param((512, 512), marks=pytest.mark.slow)], ids=str)
+def test_keys_may_lie_in_pages(dims: tuple[int, int]) -> None:
+    given = long_lists(LATENT, 150, dims=dims)
     _, out, lse = forward(3, given, LATENT)
     table = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:25].view(1, 25).int()
-    pool = torch.full((40, 16, 1, 320), float("nan"), dtype=BF16)
-    pool[table[0].long()] = given["k"].view(25, 16, 1, 320)
-    paged = {"k": pool, "v": pool[..., :256], "page_table": table, "max_seqlen_kv": 400}
+    pool = torch.full((40, 16, 1, dims[0]), float("nan"), dtype=BF16)
+    pool[table[0].long()] = given["k"].view(25, 16, 1, dims[0])
+    paged = {"k": pool, "v": pool[..., : dims[1]], "page_table": table, "max_seqlen_kv": 400}
     report, of_pages, lse_of_pages = forward(
         3, {**given, **paged, "seqused_kv": torch.tensor([400], dtype=torch.int32), "attn_mask_type": "padding"}, LATENT
     )
@@ -149,7 +150,7 @@ FAULTS: dict[str, Named] = {
     "weights overwrite keys that are read": (
         LATENT,
         LATENT,
-        with_argument("_publish()", 2, "ring.k.second.index(there)", within="_left_partition"),
+        with_argument("_publish()", 2, "exchange.weights.index(there)", within="_left_partition"),
     ),
     "a stage is released before its product": (
         LATENT,
@@ -196,6 +197,8 @@ def launches(given: dict[str, Any]) -> list[Launch]:
 
 ON_A_GPU = [
     ("latent", 4096, 128, (576, 512), 2048),
+    ("latent", 4096, 128, (512, 512), 2048),
+    ("latent", 2048, 64, (512, 448), 640),
     ("latent", 2048, 20, (320, 256), 700),
     ("narrow", 4096, 16, (128, 128), 2048),
     ("narrow", 2048, 128, (192, 128), 300),
@@ -244,6 +247,7 @@ def test_on_a_gpu(
     ("case", "dims", "name"),
     [
         ("many heads, causal, counts, sink, latent", (576, 512), "_sparse_fwd_wide_hopper_kernel"),
+        ("many heads, packed lengths, counts, softcap, sink, latent", (512, 512), "_sparse_fwd_wide_hopper_kernel"),
         ("packed lengths, counts, softcap, sink, blocks", (128, 128), "_sparse_fwd_hopper_kernel"),
         ("many heads, counts", (256, 256), "_sparse_fwd_hopper_kernel"),
         ("many heads, counts", (64, 64), "_sparse_fwd_hopper_kernel"),
