@@ -3,7 +3,8 @@
     python -m flexattn.bench.sparse --out sparse.json [--only PATTERN ...]
 
 Each row is a direction of a cell. The eager backend checks the results of a few queries in fp32. attention-gym's gather_attn (`pip
-install attn_gym`) has rows beside cells with one key head and equal head dims. Needs a GPU.
+install attn_gym`) has rows beside cells with one key head and equal head dims. Its forward unrolls the loop over a list: before
+Blackwell, it compiles for a minute with 16 keys, and for hours with 512. So its backward gets this library's results. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu,
 
 CALLS = 8
 CHECKED = 64  # queries whose results are compared with the eager backend
+UNROLLED = 16  # keys of the longest list for which attention-gym's forward is compiled
 WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 
 
@@ -35,6 +37,7 @@ class Cell(NamedTuple):
     head_dims: tuple[int, int]
     listed: int  # keys of each query; 0: a dense call
     block: int = 1  # keys of an entry
+    window: int = 0  # DeepSeek-V4: as many recent keys beside the listed ones, which are in a pool of `keys` others, and a sink
 
 
 CELLS = (
@@ -42,10 +45,15 @@ CELLS = (
     Cell("FlashMLA prefill 32k", 4096, 32768, (128, 1), (576, 512), 2048),
     Cell("FlashMLA prefill 8k, dense", 4096, 8192, (128, 1), (576, 512), 0),
     Cell("512 columns 8k", 4096, 8192, (128, 1), (512, 512), 2048),
+    Cell("512 columns 32k", 4096, 32768, (128, 1), (512, 512), 2048),
+    Cell("512 columns 8k, 16 keys", 4096, 8192, (128, 1), (512, 512), 16),
+    Cell("DeepSeek-V4 8k, window and 512 keys", 8192, 2048, (64, 1), (512, 512), 512, window=128),
     Cell("MiniMax-M3 16k, blocks of 128", 16384, 16384, (64, 4), (128, 128), 16, 128),
     Cell("GQA 16k, 1024 keys", 16384, 16384, (32, 4), (128, 128), 1024),
     Cell("GQA 16k, dense", 16384, 16384, (32, 4), (128, 128), 0),
     Cell("decode, 64 queries over 32k", 64, 32768, (128, 1), (576, 512), 2048),
+    Cell("decode, 4 queries over 32k", 4, 32768, (128, 1), (576, 512), 2048),
+    Cell("decode, 64 queries over 32k, 512 columns", 64, 32768, (128, 1), (512, 512), 2048),
 )
 
 
@@ -54,10 +62,18 @@ def tensors(cell: Cell, device: str) -> tuple[list[Tensor], dict[str, Any]]:
     generator = torch.Generator(device).manual_seed(0)
     make = functools.partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
     (heads, heads_kv), (d_qk, d_v) = cell.heads, cell.head_dims
-    q, k = make(1, cell.queries, heads, d_qk), make(1, cell.keys, heads_kv, d_qk)
+    recent = cell.queries if cell.window else 0  # keys before the pool
+    q, k = make(1, cell.queries, heads, d_qk), make(1, recent + cell.keys, heads_kv, d_qk)
     v = k[..., :d_v] if heads_kv == 1 else make(1, cell.keys, heads_kv, d_v)
-    options: dict[str, Any] = {"attn_mask_type": "causal_bottom_right", "backend": "triton"}
-    if cell.listed:
+    options: dict[str, Any] = {"attn_mask_type": "no_mask" if cell.window else "causal_bottom_right", "backend": "triton"}
+    if cell.window:
+        i = torch.arange(cell.queries, device=device)[:, None]
+        windows = i - torch.arange(cell.window, device=device)  # below 0, an entry is empty
+        seen = (i + 1) * cell.keys // cell.queries  # keys of the pool that are complete
+        listed = recent + (torch.rand(cell.queries, cell.listed, generator=generator, device=device) * seen).int()
+        options["kv_indices"] = torch.cat((windows, torch.where(seen > 0, listed, -1)), 1)[None].int()
+        options |= {"softmax_type": "learnable", "softmax_offset": make(heads).float()}
+    elif cell.listed:
         blocks = -(-cell.keys // cell.block)
         shape = (1, cell.queries, cell.listed) if cell.block == 1 else (1, cell.queries, heads_kv, cell.listed)
         last = torch.arange(cell.queries, device=device) + cell.keys - cell.queries
@@ -69,18 +85,22 @@ def tensors(cell: Cell, device: str) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def flops_of(cell: Cell, direction: str) -> float:
-    """Returns the floating-point operations of the products, without recomputation of scores."""
+    """Returns the floating-point operations of the products, without recomputation of scores. Each entry counts as keys."""
     first = cell.keys - cell.queries
-    seen = cell.listed * cell.block * cell.queries if cell.listed else sum(range(first + 1, cell.keys + 1))
+    entries = cell.window + cell.listed
+    seen = entries * cell.block * cell.queries if entries else sum(range(first + 1, cell.keys + 1))
     return 2.0 * seen * cell.heads[0] * sum(cell.head_dims) * (1.0 if direction.startswith("forward") else 2.5)
 
 
-def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, object], out: Tensor) -> float:
+def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, Any], out: Tensor) -> float:
     """Returns the relative error of the last queries."""
     q, k, v = (t.float() for t in (qkv[0][:, -CHECKED:], *qkv[1:]))
-    own: dict[str, Any] = {name: t[:, -CHECKED:] if isinstance(t, Tensor) else t for name, t in options.items()}
-    exact = attention(q, k, v, **(own | {"backend": "eager"}))
-    return float((out[:, -CHECKED:].float() - exact).norm() / exact.norm())
+    own = {name: t[:, -CHECKED:] if name == "kv_indices" else t for name, t in options.items()}
+    return _distance(out[:, -CHECKED:], attention(q, k, v, **(own | {"backend": "eager"})))
+
+
+def _distance(got: Tensor, exact: Tensor) -> float:
+    return float((got.float() - exact.float()).norm() / exact.float().norm())
 
 
 def calls_of(qkv: list[Tensor], options: dict[str, Any]) -> dict[str, Callable[[], object]]:
@@ -108,24 +128,70 @@ def peer_unsupported(cell: Cell) -> str | None:
     return None
 
 
-def peer(q: Tensor, k: Tensor, indices: Tensor, **more: Any) -> Tensor:
-    """Returns out of attention-gym's gather_attn, whose values are its keys."""
+class PeerCall(NamedTuple):
+    """The arguments of gather_attn, in its layout: values are its keys."""
+
+    query: Tensor  # [b, h, sq, d]
+    local_kv: Tensor  # [b, 1, sq, d]
+    sparse_kv: Tensor  # [b, 1, keys, d]
+    kv_indices: Tensor
+    attention_sink: Tensor | None
+
+
+def peer_call(cell: Cell, qkv: list[Tensor], options: dict[str, Any]) -> PeerCall:
+    q, k = (t.transpose(1, 2) for t in qkv[:2])
+    indices, recent = options["kv_indices"][..., cell.window :], cell.queries if cell.window else 0
+    return PeerCall(
+        query=q.contiguous(),
+        local_kv=k[:, :, : cell.queries],
+        sparse_kv=k[:, :, recent:],
+        kv_indices=torch.where(indices < 0, -1, indices - recent),
+        attention_sink=options.get("softmax_offset"),
+    )
+
+
+def peer_forward(cell: Cell, call: PeerCall, **more: Any) -> Tensor:
+    """Returns out [b, sq, h, d] of gather_attn."""
     from attn_gym.sparse.gather_attn import gather_attn
 
-    kv = k.transpose(1, 2)
-    out: Tensor = gather_attn(q.transpose(1, 2), kv[:, :, : q.shape[1]], kv, indices, sliding_window_size=0, **more)
+    out: Tensor = gather_attn(*call, sliding_window_size=cell.window, **more)
     return out.transpose(1, 2)
 
 
-def peer_calls(qkv: list[Tensor], indices: Tensor) -> tuple[Tensor, dict[str, Callable[[], object]]]:
-    """Returns out, and attention-gym's calls."""
+def peer_backward(cell: Cell, call: PeerCall, out: Tensor, lse: Tensor, dout: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Returns the call of gather_attn's backward, which returns the gradients of the call's query, sparse_kv and local_kv first.
+
+    It takes the inverted lists that gather_attn's forward makes.
+    """
+    from attn_gym.sparse.gather_attn.impl.triton.backward import _build_index_query_map
+
+    inverted = _build_index_query_map(call.kv_indices, call.sparse_kv.shape[2], None, None)
+    sink = torch.full_like(lse[0, :, 0], float("-inf")) if call.attention_sink is None else call.attention_sink
+    scale = call.query.shape[-1] ** -0.5
+    given = (call.query, call.sparse_kv, call.local_kv, call.kv_indices, *inverted, sink, None, None)
+    results = (out.transpose(1, 2).contiguous(), lse, dout.transpose(1, 2).contiguous())
+    return lambda: torch.ops.attn_gym._gather_attn_bwd(*given, *results, cell.window, True, scale)
+
+
+def peer_gradients(cell: Cell, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+    """Returns dq and the gradient of the keys, which are values too, in this library's layout."""
+    dq, dsparse, dlocal, _ = call()
+    dkv = torch.cat((dlocal, dsparse), 2) if cell.window else dsparse
+    return dq.transpose(1, 2), dkv.transpose(1, 2)
+
+
+def measure_peer(cell: Cell, run: Run, qkv: list[Tensor], options: dict[str, Any]) -> None:
+    call = peer_call(cell, qkv, options)
+    if cell.listed <= UNROLLED:
+        error = error_of(cell, qkv, options, peer_forward(cell, call))
+        add_times(cell, run, {"forward, attention-gym": lambda: peer_forward(cell, call)}, error)
     leaves = [t.detach().requires_grad_() for t in qkv[:2]]
-    out = peer(leaves[0], leaves[1], indices)
+    out, lse = attention(leaves[0], leaves[1], leaves[1], return_lse=True, **options)
     dout = torch.randn_like(out)
-    return out.detach(), {
-        "forward, attention-gym": lambda: peer(qkv[0], qkv[1], indices),
-        "backward, attention-gym": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
-    }
+    wanted = torch.autograd.grad(out, leaves, dout)
+    backward = peer_backward(cell, call, out.detach(), lse.detach(), dout)
+    error = max(map(_distance, peer_gradients(cell, backward), wanted))
+    add_times(cell, run, {"backward, attention-gym": backward}, error)
 
 
 def add_times(cell: Cell, run: Run, calls: dict[str, Callable[[], object]], error: float) -> None:
@@ -147,8 +213,7 @@ def measure(cell: Cell, run: Run, device: str = "cuda") -> None:
         if cell.listed:
             print(f"{cell.name:32} no rows of attention-gym: {reason}")
         return
-    out, calls = peer_calls(qkv, options["kv_indices"])
-    add_times(cell, run, calls, error_of(cell, qkv, options, out))
+    measure_peer(cell, run, qkv, options)
 
 
 def main(argv: list[str] | None = None) -> int:
