@@ -423,13 +423,6 @@ class Operands(NamedTuple):
         names, values_of = _shared_fields(kind)
         return dict(zip(names, values_of(self), strict=True))
 
-    def on_meta(self) -> Operands:
-        """Returns the operands with their tensors on the meta device, in the same strides. If v is columns of k, it stays so."""
-        from flexattn.kernels_triton.common.problem import are_first_columns
-
-        x = Operands._make(map(_on_meta, self))
-        return x._replace(v=x.k[..., : x.v.shape[-1]]) if are_first_columns(self.v, self.k) else x
-
 
 @functools.lru_cache
 def _shared_fields(kind: Any) -> tuple[tuple[str, ...], Callable[[Operands], tuple[object, ...]]]:
@@ -450,12 +443,6 @@ class Gradients(NamedTuple):
     def flat(self) -> tuple[Tensor | None, ...]:
         """Returns the gradients as one tuple, those of captured tensors last."""
         return (*self[:-1], *(self.dmod_tensors or ()))
-
-
-def _on_meta(value: object) -> object:
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return tuple(map(_on_meta, value)) if isinstance(value, (tuple, list)) else value
 
 
 def as_bshd(x: Tensor, fmt: str) -> Tensor:

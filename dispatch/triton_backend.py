@@ -269,7 +269,7 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
         return None
     if direction == "backward":
         spec = spec._replace(batch_invariant=False)
-    is_large, x = has_large_l2(x.q.device), x.on_meta()
+    is_large, x = has_large_l2(x.q.device), on_meta(x)
     with torch.no_grad(), recorded_on(spec, has_large_l2=is_large):
         results, policy = empty_outputs(spec, x), policy_of(spec)
         if direction == "backward":
@@ -280,6 +280,20 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
         choice = choose(call, policy)
         splits = choice.family.splits
         return choice if splits is None else choice._replace(splits=splits(call, choice.tile))
+
+
+def on_meta(x: Operands) -> Operands:
+    """Returns the operands with their tensors on the meta device, in the same strides. If v is columns of k, it stays so."""
+    from flexattn.kernels_triton.common.problem import are_first_columns
+
+    moved = Operands._make(map(_on_meta, x))
+    return moved._replace(v=moved.k[..., : x.v.shape[-1]]) if are_first_columns(x.v, x.k) else moved
+
+
+def _on_meta(value: object) -> object:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return tuple(map(_on_meta, value)) if isinstance(value, (tuple, list)) else value
 
 
 @contextmanager

@@ -45,7 +45,8 @@ def _build(spec: AttentionSpec, x: Operands, direction: Direction, backend: Back
         if backend.cannot_build(spec, x) is None:
             backend.prepare(spec, x, direction)
     elif backend is backend_module("triton") and spec.capability is not None and triton_backend.can_be_recorded():
-        build_missing(recorded(spec, x.on_meta(), [direction]), spec.capability, options.kernel_directory(), wanted=False)
+        launches = recorded(spec, triton_backend.on_meta(x), [direction])
+        build_missing(launches, spec.capability, options.kernel_directory(), wanted=False)
 
 
 def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) -> list[Any]:

@@ -70,7 +70,7 @@ def names(spec: AttentionSpec, x: Operands) -> list[str]:
 
 
 def launches_of(spec: AttentionSpec, x: Operands, direction: Direction) -> list[Launch]:
-    x = x.on_meta()
+    x = triton_backend.on_meta(x)
     with torch.no_grad(), triton_backend.recorded_on(spec) as launches:
         out, lse, _ = empty_outputs(spec, x)
         if direction == "forward":

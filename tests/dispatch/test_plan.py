@@ -31,7 +31,7 @@ def launched(*tensors: torch.Tensor) -> None:
 
 def test_plan_of_a_call() -> None:
     spec, x = make_call(make_inputs(lengths_q=[17, 17]), attn_mask_type="causal")
-    spec, x = spec._replace(device_type="cuda", capability=DEVICE.capability), x.on_meta()
+    spec, x = spec._replace(device_type="cuda", capability=DEVICE.capability), triton_backend.on_meta(x)
     plan = record(lambda: triton_backend.forward(spec, x), [x.q, x.k, x.v], DEVICE)
     step, largest = plan.steps
     assert isinstance(step, Kernel)
