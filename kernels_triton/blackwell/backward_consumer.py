@@ -25,6 +25,7 @@ from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.pipeline import Stage
+from flexattn.kernels_triton.gluon.query_walk import visited_heads
 
 
 @gluon.jit
@@ -47,7 +48,7 @@ def compute_partition(
     args: FusedArguments, buffers: Buffers, block: Block, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
     tiles, barriers, sums, products = buffers.tiles, buffers.barriers, buffers.sums, buffers.products
-    scores, group_size = args.scores, args.work.group_size
+    scores = args.scores
     DTYPE: gl.constexpr = tiles.ds.dtype
     COLUMNS: gl.constexpr = META.COLUMNS
     PARTS: gl.constexpr = META.BLOCK_M // CONSUMERS // COLUMNS
@@ -58,7 +59,7 @@ def compute_partition(
     block_columns = gl.arange(0, COLUMNS, layout=QUERIES)
     uncut_from = first_uncut_query(block.first_row, LANES, block.band, META)
     position, values = first_query_head(block, args.work, scores, MODS, META)
-    iterations = block.num_blocks * group_size
+    iterations = block.num_blocks * visited_heads(block, args.work)
     for n in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
         is_cut = cuts_block(row, block.first_row, uncut_from, block.band, META)

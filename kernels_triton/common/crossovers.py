@@ -70,7 +70,8 @@ class Rule:
     window_left_from: int | None = None  # keys to the left of the diagonal that a query sees
     flops_from: int | None = None  # a forward's, approximately: with less work, large tiles leave much of the device idle
     bytes_from: int | None = None
-    keys_per_sm_from: int | None = None  # keys of all key heads: fewer mean too few programs
+    # Keys of all key heads, each counted for each part that its query heads can be divided into: fewer mean too few programs
+    keys_per_sm_from: int | None = None
     # The measurement
     gain: float | None = None  # the time of the next choice divided by the time of `use`, the geometric mean
     source: str | tuple[str, ...] = ()  # files in bench/results; (): the run was not kept
@@ -205,6 +206,12 @@ def fastest_tile(use: str, facts: Facts) -> str:
     rule = _first(TILES[use], facts)
     return "" if rule is None else rule.tile
 
+
+DIVIDES_HEADS = False
+"""Whether backwards of sm_90 divide the query heads of a key head between programs if there are few keys (`most_head_parts`).
+
+If it is False, no run on a GPU shows that it is faster.
+"""
 
 # Limits of the form of a KV split (`split_kv.py`; bench/results/splits_h200.json).
 SPLIT_KEYS = 128

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common.crossovers import UNLIMITED
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
@@ -50,6 +51,15 @@ def key_bytes(problem: Problem) -> int:
     """Returns the bytes of k and v."""
     x = problem
     return x.num_keys * x.num_heads_kv * (x.k.shape[-1] + x.v.shape[-1]) * x.k.element_size()
+
+
+def most_head_parts(problem: Problem) -> int:
+    """Returns the maximum number of programs that divide the query heads of a key head in a backward of sm_90.
+
+    Their fp32 sums of dk and dv need at most the memory of fp32 sums of dq.
+    """
+    x = problem
+    return max(1, min(x.group_size, x.q.numel() // (x.k.numel() + x.v.numel()))) if crossovers.DIVIDES_HEADS else 1
 
 
 def _head_dim(x: Problem) -> int:
@@ -101,7 +111,7 @@ COLUMNS: dict[str, Callable[[Problem], Any]] = {
     "query_rows": lambda x: x.longest_q * slots_of_heads(x.group_size),
     "flops": _flops,
     "bytes": key_bytes,
-    "keys_per_sm": lambda x: x.k.numel() // x.k.shape[-1] // num_processors(x.device),
+    "keys_per_sm": lambda x: x.k.shape[:-1].numel() * most_head_parts(x) // num_processors(x.device),
     "block": lambda x: x.kv_block,
     "blocks_per_sm": _blocks_per_sm,
     "gpu": lambda x: "H200" if has_large_l2(x.device) else "H100",

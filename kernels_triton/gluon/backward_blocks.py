@@ -22,7 +22,14 @@ from flexattn.kernels_triton.gluon.masking import (
     mask_queries_and_end,
 )
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.gluon.query_walk import QueryPlace, first_queries, next_queries, turn_of_program
+from flexattn.kernels_triton.gluon.query_walk import (
+    QueryPlace,
+    first_queries,
+    heads_of_part,
+    next_queries,
+    num_parts,
+    turn_of_program,
+)
 from flexattn.kernels_triton.gluon.tile_scheduler import Work, backward_tile, take
 
 
@@ -38,7 +45,7 @@ class Block(NamedTuple):
 
     first_row: gl.tensor
     b: int | gl.tensor
-    h: gl.tensor  # for a key block, the first head of its group
+    h: gl.tensor  # for a key block, the first head that the program visits
     h_kv: gl.tensor
     sequence: Sequence
     band: SequenceBand
@@ -88,7 +95,7 @@ class KeyBlockMessage(NamedTuple):
     """A key block as the loader broadcasts it: everything that must be computed and read. Fields without use are not sent."""
 
     first_row: gl.tensor
-    h_kv: gl.tensor
+    part: gl.tensor  # see `query_walk.num_parts`
     b: int | gl.tensor
     sequence: Any  # a `Sequence`, if there are lengths
     cut: Any  # a `ListCut`, with a block mask
@@ -97,7 +104,7 @@ class KeyBlockMessage(NamedTuple):
 @gluon.jit
 def _pack_key_block(message: KeyBlockMessage, META: gl.constexpr):
     # Returns the integers that `_unpack_key_block` reads (`work_order.key_block_numbers`)
-    numbers = (message.first_row, message.h_kv, message.b)
+    numbers = (message.first_row, message.part, message.b)
     if META.HAS_LENGTHS:
         sequence = message.sequence
         numbers = numbers + (sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv)
@@ -124,15 +131,15 @@ def _unpack_key_block(numbers, META: gl.constexpr):
 def find_key_block(t, num_tiles, args, META: gl.constexpr):
     # Returns the message from which `key_block` makes work tile t of a kernel for dk and dv
     work = args.work
-    n_block, h_kv, b = backward_tile(t, num_tiles, work, work.num_heads // work.group_size, False, META)
+    n_block, part, b = backward_tile(t, num_tiles, work, num_parts(work), False, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_kv = sequence.len_kv
     first_row = gl.minimum(n_block * META.BLOCK_N, len_kv)
     cut = ()
     if META.BLOCK_SIZE_Q > 0:
         band = band_of_sequence(args.band, sequence.len_q, len_kv)
-        cut = cut_query_lists(first_row, b, h_kv * work.group_size, band, args.lists, META)
-    return _pack_key_block(KeyBlockMessage(first_row=first_row, h_kv=h_kv, b=b, sequence=sequence, cut=cut), META)
+        cut = cut_query_lists(first_row, b, heads_of_part(part, work)[1], band, args.lists, META)
+    return _pack_key_block(KeyBlockMessage(first_row=first_row, part=part, b=b, sequence=sequence, cut=cut), META)
 
 
 @gluon.jit
@@ -140,14 +147,14 @@ def key_block(numbers, args, META: gl.constexpr):
     # numbers: from `find_key_block`
     work = args.work
     message = _unpack_key_block(numbers, META)
-    first_row, h_kv, b = message.first_row, message.h_kv, message.b
+    first_row, part, b = message.first_row, message.part, message.b
     if META.HAS_LENGTHS:
         sequence = message.sequence
     else:
         sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_kv = sequence.len_kv
     band = band_of_sequence(args.band, sequence.len_q, len_kv)
-    h = h_kv * work.group_size
+    h_kv, h = heads_of_part(part, work)
     num_blocks, block_range = blocks_of_queries(first_row, b, h, message.cut, band, args.lists, META)
     place_q = packed_start(args.lengths_q, b, sequence.start_q)
     return Block(
@@ -160,7 +167,7 @@ def key_block(numbers, args, META: gl.constexpr):
         large=_load_large(args, sequence, META),
         first_head=b * work.num_heads,
         num_blocks=gl.where(first_row < len_kv, num_blocks, 0),
-        turn=turn_of_program(first_row // META.BLOCK_N, h_kv, b, args),
+        turn=turn_of_program(first_row // META.BLOCK_N, part, b, args),
         block_range=block_range,
         first_statistics=statistics_tile(b, h, work.num_heads, place_q, args.tiles_of_statistics, META, META.BLOCK_M),
     )

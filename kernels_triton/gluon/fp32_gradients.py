@@ -12,10 +12,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.dropout import scaled
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Pair
+from flexattn.kernels_triton.gluon.query_walk import HeadParts, part_of_block
+from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
 _UNIT = gl.constexpr(4)  # elements: 16 bytes, which `descriptor_error` also requires of strides
@@ -44,6 +47,24 @@ def fp32_rows(gradient: Tensor) -> GradientRows | None:
     return gradient_rows(gradient) if gradient.dtype is torch.float32 else None
 
 
+def in_parts(call: Backward, parts: HeadParts | None) -> Backward:
+    """Returns the call with memory for the fp32 sums of each part in place of dk and dv; None: all heads are one part."""
+    if parts is None:
+        return call
+    dk, dv = (
+        x.new_empty((*x.shape[:-2], x.shape[-2] * parts.number, x.shape[-1]), dtype=torch.float32) for x in (call.dk, call.dv)
+    )
+    return call._replace(dk=dk, dv=dv)
+
+
+def add_parts(call: Backward, call_in_parts: Backward, parts: HeadParts | None) -> None:
+    """Writes dk and dv of a call from the sums of `in_parts`, in a fixed order; their rows without a token are undefined."""
+    if parts is None:
+        return
+    for gradient, sums in ((call.dk, call_in_parts.dk), (call.dv, call_in_parts.dv)):
+        gradient.copy_(sums.unflatten(-2, (-1, parts.number)).sum(-2))
+
+
 @gluon.jit
 def store_gradient(target: GradientRows, tile, b, h, start, length, row, COLUMN: gl.constexpr):
     # Stores rows from `row` on of the sequence that begins at token `start`, without rows from `length` on and columns past the
@@ -59,10 +80,10 @@ def store_gradient(target: GradientRows, tile, b, h, start, length, row, COLUMN:
 
 
 @gluon.jit
-def store_key_gradient(target: GradientRows, tile, block: Block, ROW: gl.constexpr, COLUMN: gl.constexpr):
-    # Stores dk or dv of a block of keys, from its ROW-th on
-    sequence = block.sequence
-    store_gradient(target, tile, block.b, block.h_kv, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
+def store_key_gradient(target: GradientRows, tile, block: Block, work: Work, ROW: gl.constexpr, COLUMN: gl.constexpr):
+    # Stores dk or dv of a block of keys, from its ROW-th on, or a part's sums of them
+    sequence, h = block.sequence, part_of_block(block, work)
+    store_gradient(target, tile, block.b, h, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
 
 
 class KeyGradients(NamedTuple):
@@ -82,10 +103,10 @@ def store_key_gradients(
     DTYPE: gl.constexpr = dv_tiles.dtype
     scores = args.scores
     if args.dk32.ptr is not None:
-        store_key_gradient(args.dk32, sums.dk * scores.scale, block, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dk32, sums.dk * scores.scale, block, args.work, CONSUMER * ROWS, 0)
         if META.QK1 > 0:
-            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, CONSUMER * ROWS, QK0)
-        store_key_gradient(args.dv32, scaled(sums.dv, draws, META), block, CONSUMER * ROWS, 0)
+            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, args.work, CONSUMER * ROWS, QK0)
+        store_key_gradient(args.dv32, scaled(sums.dv, draws, META), block, args.work, CONSUMER * ROWS, 0)
     else:
         dk_tiles.first.index(CONSUMER).reshape([ROWS, QK0]).store((sums.dk * scores.scale).to(DTYPE))
         if META.QK1 > 0:

@@ -22,6 +22,7 @@ from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dq_parts import sums_of_dq
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedDescriptors, FusedSteps, SecondDescriptors
+from flexattn.kernels_triton.gluon.query_walk import HeadParts
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.runtime.device import Tile
 
@@ -44,13 +45,18 @@ class FusedLaunch(NamedTuple):
 
 
 def launch_of_fused(
-    call: Backward, meta: Any, rows_of_keys: int, dq_block: tuple[int, int], fp8_operands: Callable[[], Fp8Operands] | None = None
+    call: Backward,
+    meta: Any,
+    rows_of_keys: int,
+    dq_block: tuple[int, int],
+    fp8_operands: Callable[[], Fp8Operands] | None = None,
+    parts: HeadParts | None = None,
 ) -> FusedLaunch:
     """Returns the launch of a fused backward with its constants, a `FusedMeta` or a class with the fields that this function
     reads.
 
     rows_of_keys: rows of k and v that the copy engine loads at a time. dq_block: rows and columns that it adds to dq's sums.
-    fp8_operands: makes the operands of FP8; None if q, k, v and dout have 16 bits.
+    fp8_operands: makes the operands of FP8; None if q, k, v and dout have 16 bits. parts: for a call from `in_parts`.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     dim, dim1, size = meta.DIM, meta.DIM1, meta.BLOCK_M
@@ -62,7 +68,7 @@ def launch_of_fused(
     bytes_per_head = (
         12 * (dim + dim1) * max(x.longest_q, x.longest_kv)
     )  # approximate: two bytes each of k, v, q and dout, four of dq
-    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True, parts=parts)
     if meta.NUMBERS > 0 and not x.has_lengths:  # a persistent kernel
         # the first tile, which belongs to no query, has room for the counter
         work = work._replace(table_ptr=dq_sums.view(torch.int32))

@@ -25,12 +25,56 @@ class Walk(NamedTuple):
     wave: int  # programs that begin together; programs of every other wave visit the last turns first
 
 
+class HeadParts(NamedTuple):
+    """Parts of the query heads that share a key head. A program visits one part, and dk and dv are the sums over the parts."""
+
+    number: int  # parts of a key head
+    heads: int  # query heads of a part; the last part may have fewer
+
+
 class QueryPlace(NamedTuple):
     """Position of a program in its walk: one query block of one head."""
 
     n: int | gl.tensor  # the block's index among the blocks of one head
-    head: int | gl.tensor  # the head's index in the group
+    head: int | gl.tensor  # the head's index among the program's heads
     end: int | gl.tensor  # end of the head's turn, exclusive
+
+
+@gluon.jit
+def num_parts(work):
+    # Returns the number of parts of all key heads of one batch element; without `HeadParts`, a key head is one part.
+    heads = work.num_heads // work.group_size
+    if work.parts.number is not None:
+        heads *= work.parts.number
+    return heads
+
+
+@gluon.jit
+def heads_of_part(part, work):
+    # Returns (the key head, the first query head) of one of the `num_parts`
+    if work.parts.number is None:
+        return part, part * work.group_size
+    else:
+        h_kv = part // work.parts.number
+        return h_kv, h_kv * work.group_size + part % work.parts.number * work.parts.heads
+
+
+@gluon.jit
+def part_of_block(block, work):
+    # Returns the place of a key block's part among the `num_parts`
+    if work.parts.number is None:
+        return block.h_kv
+    else:
+        return block.h_kv * work.parts.number + (block.h - block.h_kv * work.group_size) // work.parts.heads
+
+
+@gluon.jit
+def visited_heads(block, work):
+    # Returns how many query heads the program of a key block visits
+    if work.parts.number is None:
+        return work.group_size
+    else:
+        return gl.minimum(work.parts.heads, (block.h_kv + 1) * work.group_size - block.h)
 
 
 @gluon.jit
@@ -43,14 +87,14 @@ def _work_tile(block, head, num_heads, work):
 
 
 @gluon.jit
-def turn_of_program(block, h_kv, b, args):
+def turn_of_program(block, part, b, args):
     # Returns the blocks of a turn in the program with this key block, negative if the last ones come first; 0 without turns
     work = args.work
     if work.walk.turn is None:
         return 0
     else:
-        heads = work.num_heads // work.group_size
-        t = _work_tile(block, b * heads + h_kv, args.lengths_kv.batch * heads, work)
+        parts = num_parts(work)
+        t = _work_tile(block, b * parts + part, args.lengths_kv.batch * parts, work)
         return gl.where(t // work.walk.wave % 2 == 0, -work.walk.turn, work.walk.turn)
 
 
@@ -69,12 +113,12 @@ def first_queries(block, work):
 
 @gluon.jit
 def next_queries(position: QueryPlace, block, work):
-    # Returns the position after `at`. After the last one, n is meaningless, but the head is one of the group.
+    # Returns the position after `at`. After the last one, n is meaningless, but the head is one of the program's.
     n, head, end = position.n + 1, position.head, position.end
     if n == end:
         n = 0
         head += 1
-        if head == work.group_size:
+        if head == visited_heads(block, work):
             head = 0
             if work.walk.turn is not None:
                 end += block.turn

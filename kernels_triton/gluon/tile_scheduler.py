@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.common.arguments import Pointer
-from flexattn.kernels_triton.gluon.query_walk import Walk
+from flexattn.kernels_triton.gluon.query_walk import HeadParts, Walk
 
 
 class Work(NamedTuple):
@@ -23,6 +23,7 @@ class Work(NamedTuple):
     blocks: int  # blocks of the longest sequence
     heads_per_l2_section: int  # see `swizzle_heads_for_l2`
     walk: Walk | None = None  # for a backward's key blocks
+    parts: HeadParts | None = None  # for a backward's key blocks; None: a program visits all query heads of its key head
 
 
 @gluon.jit

@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 import triton
 
+from flexattn.kernels_triton.common.facts import most_head_parts
 from flexattn.kernels_triton.common.features import Features
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.gluon.query_walk import Walk
+from flexattn.kernels_triton.gluon.query_walk import HeadParts, Walk
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.device import has_large_l2, num_processors
 
@@ -100,26 +101,54 @@ _MOST_HEADS = 16  # maximum key heads that are visited side by side
 _ALL = 2**30  # more work tiles than a call has
 
 
-def walk_of_call(problem: Problem, blocks: int, section: int, *, is_fused: bool = False) -> tuple[int, Walk | None]:
+_WAVES = 4  # programs of a backward for each multiprocessor, approximately, if the query heads of a key head are divided
+
+
+_EVEN_WAVES = 2  # the same if all programs have equal work
+
+
+def number_of_head_parts(problem: Problem, rows: int) -> int:
+    """Returns how many programs divide the query heads of a key head, if a program of dk and dv has `rows` keys.
+
+    One program with all of them leaves multiprocessors idle if there are few keys of few key heads.
+    """
+    x = problem
+    programs = x.k.shape[:-1].numel() / rows
+    is_even = (x.window_right is None or x.window_left is not None) and x.block_mask is None and not x.has_lengths
+    wanted = (_EVEN_WAVES if is_even else _WAVES) * num_processors(x.device)
+    return max(1, min(round(wanted / programs), most_head_parts(x)))
+
+
+def head_parts(problem: Problem, rows: int) -> HeadParts | None:
+    """Returns the parts of the `number_of_head_parts`, all but the last one of equal size; None: there is one part."""
+    heads = cdiv(problem.group_size, number_of_head_parts(problem, rows))
+    number = cdiv(problem.group_size, heads)
+    return HeadParts(number=number, heads=heads) if number > 1 else None
+
+
+def walk_of_call(
+    problem: Problem, blocks: int, section: int, *, is_fused: bool = False, parts: HeadParts | None = None
+) -> tuple[int, Walk | None]:
     """Returns (key heads whose programs precede those of other heads, the walk) of a backward with `blocks` key blocks a head.
 
-    section: number of key heads that fit in L2. is_fused: whether the backward is fused. The walk is None if the kernel has no
-    turns: with a key head for each query head, without a causal mask, and with a window or a block mask. It is also None for two
-    kernels at head dims above 128 in 16 bits, because turns take 3 % longer there.
+    section: number of key heads that fit in L2. is_fused: whether the backward is fused. parts: each counts like a key head. The
+    walk is None if the kernel has no turns: if a program has one query head, without a causal mask, and with a window or a block
+    mask. It is also None for two kernels at head dims above 128 in 16 bits, because turns take 3 % longer there.
 
     Waves of whole heads are best, if they leave few multiprocessors idle. Otherwise, with few heads, programs of all heads are
     ordered by length, and a wave has as many programs as there are multiprocessors. In packed batches of unequal sequences no wave
     begins together, and all programs visit their sequence's last queries first.
     """
     x = problem
-    if x.group_size == 1 or x.window_right is None or x.window_left is not None or x.block_mask is not None:
+    visited, lists = (x.group_size, 1) if parts is None else (parts.heads, parts.number)
+    if visited == 1 or x.window_right is None or x.window_left is not None or x.block_mask is not None:
         return section, None
     if not is_fused and x.q.shape[-1] > 128 and x.q.element_size() > 1:
         return section, None
     if x.has_lengths:
         is_uneven = x.num_keys < x.batch * x.longest_kv
         return section, Walk(turn=_TURN if is_uneven else _WHOLE, wave=_ALL)
-    heads, processors = x.batch * x.num_heads_kv, num_processors(x.device)
+    heads, processors = x.batch * x.num_heads_kv * lists, num_processors(x.device)
     size = processors // blocks  # heads whose blocks fill one wave
     if size > 0 and heads % size == 0 and size * blocks >= _FULL * processors:
         return size, Walk(turn=_TURN, wave=size * blocks)
@@ -129,24 +158,38 @@ def walk_of_call(problem: Problem, blocks: int, section: int, *, is_fused: bool 
 
 
 def backward_work(
-    problem: Problem, rows: int, side: Literal["q", "kv"], bytes_per_head: int, *, is_fused: bool = False
+    problem: Problem,
+    rows: int,
+    side: Literal["q", "kv"],
+    bytes_per_head: int,
+    *,
+    is_fused: bool = False,
+    parts: HeadParts | None = None,
 ) -> tuple[Work, int]:
     """Returns (the order of programs of `rows` queries or keys each, their number).
 
     bytes_per_head: bytes that the programs of one head read, or add to, repeatedly. is_fused: whether they are a fused backward's,
-    which has heads in sections of equal size in dense calls (`section_of_one_size`).
+    which has heads in sections of equal size in dense calls (`section_of_one_size`). parts: for keys; each has programs like a key
+    head.
     """
     x = problem
     longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
+    heads *= 1 if parts is None else parts.number
     blocks = triton.cdiv(longest, rows)
     table = None if not x.has_lengths else tile_schedule(x, rows, side, by_sequence=True)
     section, walk = heads_per_l2_section(x, heads, bytes_per_head), None
     if is_fused and not x.has_lengths:
         section = section_of_one_size(x.batch * heads, section)
     if side == "kv":
-        section, walk = walk_of_call(x, blocks, section, is_fused=is_fused)
+        section, walk = walk_of_call(x, blocks, section, is_fused=is_fused, parts=parts)
     work = Work(
-        table_ptr=table, num_heads=x.num_heads, group_size=x.group_size, blocks=blocks, heads_per_l2_section=section, walk=walk
+        table_ptr=table,
+        num_heads=x.num_heads,
+        group_size=x.group_size,
+        blocks=blocks,
+        heads_per_l2_section=section,
+        walk=walk,
+        parts=parts,
     )
     return work, (blocks * x.batch if table is None else table.shape[0] - 2) * heads
 

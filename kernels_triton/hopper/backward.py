@@ -25,11 +25,11 @@ from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES
 from flexattn.kernels_triton.gluon.descriptors import load_rows, ragged_descriptor, step_of
-from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
+from flexattn.kernels_triton.gluon.fp32_gradients import add_parts, fp32_rows, in_parts
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import Pair, allocate_pair, load_pair, origin_of, pair_bytes, pair_descriptor, store_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
-from flexattn.kernels_triton.gluon.work_order import backward_work
+from flexattn.kernels_triton.gluon.work_order import backward_work, head_parts
 from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DqArguments, DqDescriptors, DqSteps
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
 from flexattn.kernels_triton.hopper.conditions import backward_tile
@@ -280,11 +280,14 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
     has_lengths = x.has_lengths
     if has_lengths:
         zero_padding(x, dq, "q")
-    dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 4 * head_dims)
-    dkdv_arguments = arguments_of_dkdv(call, tiled, dkdv_work, (size, widths, v0))
+    parts = head_parts(x, tile.keys)
+    call_in_parts = in_parts(call, parts)
+    dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 4 * head_dims, parts=parts)
+    dkdv_arguments = arguments_of_dkdv(call_in_parts, tiled, dkdv_work, (size, widths, v0))
     dkdv_meta = constants((size, tile.keys), Stages(scores=2, dp=2, p=2, ds=2), splits_columns=tile.splits_columns)
     dkdv_tile = Tile(size, tile.keys, 4, 2)
     launch(_attn_bwd_dkdv_hopper_kernel, programs, x.device, dkdv_tile, (dkdv_arguments, x.mods, dkdv_meta))
+    add_parts(call, call_in_parts, parts)
     if has_lengths:
         zero_padding(x, dk, "kv")
         zero_padding(x, dv, "kv")

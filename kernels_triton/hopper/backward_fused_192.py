@@ -21,10 +21,11 @@ from flexattn.kernels_triton.gluon.conditions import KEYS
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor
 from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dq_sums import DqRing
+from flexattn.kernels_triton.gluon.fp32_gradients import add_parts, in_parts
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
-from flexattn.kernels_triton.gluon.work_order import backward_work
+from flexattn.kernels_triton.gluon.work_order import backward_work, head_parts
 from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
 from flexattn.kernels_triton.hopper.conditions import fused_192_tile
@@ -96,13 +97,15 @@ def fused_192_backward(call: Backward, tile: HopperFused192Tile | None = None) -
     dq_sums = tiled.dq_sums
     assert dq_sums is not None
     bytes_per_head = (8 * sum(widths) + 4 * (v0 + v1)) * max(x.longest_q, x.longest_kv)  # approximate, see `fused_launch`
-    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
+    parts = head_parts(x, KEYS)
+    call_in_parts = in_parts(call, parts)
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True, parts=parts)
 
     def sums_descriptor(columns: int) -> TensorDescriptor:
         layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, columns], gl.float32)
         return TensorDescriptor(dq_sums, list(dq_sums.shape), [dq_sums.shape[1], 1], [ROWS.value, columns], layout)
 
-    dkdv = arguments_of_dkdv(call, tiled, work, (size, widths, v0))
+    dkdv = arguments_of_dkdv(call_in_parts, tiled, work, (size, widths, v0))
     if v1:
         second = {"dout1": ragged_descriptor(call.dout, size, v1), "v1": ragged_descriptor(x.v, ROWS.value, v1)}
         second["dv1"] = None if dkdv.dv32 else ragged_descriptor(call.dv, ROWS.value, v1)
@@ -114,6 +117,7 @@ def fused_192_backward(call: Backward, tile: HopperFused192Tile | None = None) -
     stages = Stages(scores=2, dp=2, p=2, ds=2)
     meta = backward_meta(x, (size, KEYS), stages, widths=widths, v0=v0, statistics=size)._replace(V1=v1)
     launch(_attn_bwd_fused_192_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
+    add_parts(call, call_in_parts, parts)
     convert_dq(x, dq_sums, tiled.tiles, size, dq)
     if x.has_lengths:
         zero_padding(x, dq, "q")

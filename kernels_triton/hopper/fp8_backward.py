@@ -29,7 +29,7 @@ from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupport
 from flexattn.kernels_triton.gluon.descales import Descale, descales_of
 from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.gluon.fp8_operands import load_descale
-from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
+from flexattn.kernels_triton.gluon.fp32_gradients import add_parts, fp32_rows, in_parts
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import (
     Pair,
@@ -42,8 +42,8 @@ from flexattn.kernels_triton.gluon.pairs import (
     store_pair,
 )
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.gluon.work_order import backward_work
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, visited_heads
+from flexattn.kernels_triton.gluon.work_order import backward_work, head_parts
 from flexattn.kernels_triton.hopper.backward_arguments import (
     DkdvArguments,
     DkdvOrigins,
@@ -224,7 +224,7 @@ def _dkdv_load(
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
     position = first_queries(block, args.work)
-    for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
+    for m_block in range(block.num_blocks * visited_heads(block, args.work)):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
         descale_q = _clipped_descale(args.descales.q, b, h + position.head, row, len_q)
         descale_dout = _clipped_descale(args.descales.dout, b, h + position.head, row, len_q)
@@ -408,8 +408,10 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     )
     dq_tile = Tile(QUERIES, tile.block_n, 4, 2)
     launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, dq_tile, (dq_arguments, x.mods, dq_meta))
-    dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 6 * (sum(widths) + v0))
-    dkdv_arguments = arguments_of_dkdv(call, tiled, dkdv_work, (size, widths, v0))
+    parts = head_parts(x, tile.keys)
+    call_in_parts = in_parts(call, parts)
+    dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 6 * (sum(widths) + v0), parts=parts)
+    dkdv_arguments = arguments_of_dkdv(call_in_parts, tiled, dkdv_work, (size, widths, v0))
     descriptors, steps = dkdv_arguments.descriptors, dkdv_arguments.steps
     dkdv_arguments = dkdv_arguments._replace(
         descriptors=descriptors._replace(q16=pair(q16, size), dout16=ragged_descriptor(dout16, size, v0)),
@@ -426,6 +428,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     )
     dkdv_tile = Tile(size, tile.keys, 4, 2)
     launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, dkdv_tile, (dkdv_arguments, x.mods, dkdv_meta))
+    add_parts(call, call_in_parts, parts)
     if x.has_lengths:
         zero_padding(x, dq, "q")
         zero_padding(x, dk, "kv")

@@ -31,7 +31,7 @@ from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments,
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, num_parts, visited_heads
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
 from flexattn.kernels_triton.hopper.fp8 import write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
@@ -148,7 +148,7 @@ def _load_block(
     dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
-    iterations = block.num_blocks * args.work.group_size
+    iterations = block.num_blocks * visited_heads(block, args.work)
     position = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
@@ -207,7 +207,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
         _store_gradients(args, tiles, barriers, block, 0)
     else:
         work = args.work
-        amount = num_work_tiles(work, work.num_heads // work.group_size, args.lengths_kv.batch, META)
+        amount = num_work_tiles(work, num_parts(work), args.lengths_kv.batch, META)
         t = gl.program_id(0)
         n_tile = 0
         iterations = 0
@@ -223,7 +223,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
             begun = Begun(blocks=n_tile, iterations=iterations)
             _load_block(args, tiles, barriers, drawn, begun, previous, META)
             previous = numbers
-            iterations += drawn.num_blocks * work.group_size
+            iterations += drawn.num_blocks * visited_heads(drawn, work)
             n_tile += 1
             # After the loads of the block: no other program takes a tile that a program has drawn, however long that is busy.
             t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)

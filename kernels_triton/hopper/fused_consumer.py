@@ -52,6 +52,7 @@ from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments,
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
+from flexattn.kernels_triton.gluon.query_walk import visited_heads
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import dq_product, product_layout, second_dq_product, zero_rows
@@ -86,7 +87,7 @@ def _consumer_of(args: FusedArguments, block: Block, begun: Begun, CONSUMER: gl.
     block_columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     uncut_from = first_uncut_query(n_start, ROWS, block.band, META)
     draws = dropout_state(args.dropout, block.first_head, META)
-    iterations = block.num_blocks * args.work.group_size
+    iterations = block.num_blocks * visited_heads(block, args.work)
     k_tile = 2 * pipeline.index(Stage(begun.blocks, META.K_STAGES))
     v_tile = 2 * pipeline.index(Stage(begun.blocks, META.V_STAGES))
     return _Consumer(
@@ -334,11 +335,11 @@ def _store_sums(
     scores, draws, dk, dv = args.scores, consumer.draws, sums.dk, sums.dv
     k_tile, v_tile = consumer.k_tile + CONSUMER, consumer.v_tile + CONSUMER
     if args.dk32.ptr is not None:
-        store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
-        store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dk32, dk * scores.scale, block, args.work, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dv32, scaled(dv, draws, META), block, args.work, CONSUMER * ROWS, 0)
         if META.DIM1 > 0:
-            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, CONSUMER * ROWS, DIM)
-            store_key_gradient(args.dv32, scaled(sums.dv1, draws, META), block, CONSUMER * ROWS, DIM)
+            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, args.work, CONSUMER * ROWS, DIM)
+            store_key_gradient(args.dv32, scaled(sums.dv1, draws, META), block, args.work, CONSUMER * ROWS, DIM)
     else:
         k16_tiles = tiles.k16 if META.IS_FP8 else tiles.k
         k16_tiles.index(k_tile).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
@@ -547,7 +548,7 @@ def consume_fused(
                 begun = Begun(blocks=blocks, iterations=iterations)
                 _consume_block(args, tiles, barriers, drawn, begun, CONSUMER, MODS, META)
                 blocks += 1
-                iterations += drawn.num_blocks * args.work.group_size
+                iterations += drawn.num_blocks * visited_heads(drawn, args.work)
             else:
                 convert_part(numbers, args, CONSUMER, META)
             n_tile += 1

@@ -13,7 +13,7 @@ from flexattn import emulator
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.gluon import work_order
-from flexattn.kernels_triton.gluon.query_walk import Walk, first_queries, next_queries, turn_of_program
+from flexattn.kernels_triton.gluon.query_walk import HeadParts, Walk, first_queries, next_queries, turn_of_program
 from flexattn.kernels_triton.gluon.tile_scheduler import Work, swizzle_heads_for_l2
 from flexattn.kernels_triton.gluon.work_order import walk_of_call
 from flexattn.testing import make_call, make_dout, make_inputs
@@ -90,8 +90,15 @@ class _Block(NamedTuple):
 
 @gluon.jit
 def _work_of(blocks, heads, group, section, turn, wave):
-    walk = Walk(turn=turn, wave=wave)
-    return Work(table_ptr=None, num_heads=heads * group, group_size=group, blocks=blocks, heads_per_l2_section=section, walk=walk)
+    return Work(
+        table_ptr=None,
+        num_heads=heads * group,
+        group_size=group,
+        blocks=blocks,
+        heads_per_l2_section=section,
+        walk=Walk(turn=turn, wave=wave),
+        parts=HeadParts(number=None, heads=None),
+    )
 
 
 @gluon.jit

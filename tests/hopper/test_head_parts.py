@@ -1,0 +1,179 @@
+"""Backwards for sm_90 whose programs divide the query heads of a key head: the parts, their choice, gradients, compiled kernels."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn import emulator
+from flexattn.kernels_triton.common import crossovers, facts
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.gluon import work_order
+from flexattn.kernels_triton.gluon.query_walk import HeadParts, Walk, heads_of_part, num_parts, part_of_block, visited_heads
+from flexattn.kernels_triton.gluon.tile_scheduler import Work
+from flexattn.kernels_triton.gluon.work_order import backward_work, head_parts
+from flexattn.kernels_triton.hopper import fp8_backward, fp8_backward_fused
+from tests.hopper.test_dropout import dropped
+from tests.hopper.test_emulated import check, check_persistent
+from tests.hopper.test_fp8_emulated import check_backward_of
+from tests.hopper.test_fused_192 import check_run as check_192
+from tests.support.gluon_calls import EVERYTHING, without_gpu
+
+GROUP = {"num_heads": 5, "num_heads_kv": 1}  # in parts of 2, 2 and 1 heads
+PACKED = {"lengths_q": [70, 0, 130], "lengths_kv": [150, 40, 70], "qkv_format": "thd", "gap": 3}
+SINKS = torch.tensor([0.5, -2.0, 1.0, 0.0, 0.3])
+ALIBI = {"bias_type": "alibi", "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.3, 0.7])}
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(work_order, "number_of_head_parts", lambda problem, rows: number)
+
+
+def problem_of(batch: int, tokens: int, heads: tuple[int, int], dim: int, queries: int | None = None, **more: Any) -> Problem:
+    sides = ((queries or tokens, heads[0]), (tokens, heads[1]))
+    q, k = (torch.empty((batch, length, h, dim), dtype=torch.bfloat16, device="meta") for length, h in sides)
+    return Problem(q, k, k, softmax_scale=0.1, **more)
+
+
+class _Block(NamedTuple):
+    h_kv: Any
+    h: Any
+
+
+@gluon.jit
+def _parts_kernel(out_ptr, heads_kv, group, number, heads):
+    work = Work(
+        table_ptr=None,
+        num_heads=heads_kv * group,
+        group_size=group,
+        blocks=1,
+        heads_per_l2_section=1,
+        walk=Walk(turn=None, wave=None),
+        parts=HeadParts(number=number, heads=heads),
+    )
+    part = gl.program_id(0)
+    h_kv, h = heads_of_part(part, work)
+    block = _Block(h_kv=h_kv, h=h)
+    gl.store(out_ptr + 4 * part, h_kv)
+    gl.store(out_ptr + 4 * part + 1, h)
+    gl.store(out_ptr + 4 * part + 2, visited_heads(block, work))
+    gl.store(out_ptr + 4 * part + 3, part_of_block(block, work) + 100 * num_parts(work))
+
+
+@pytest.mark.parametrize(("group", "number"), [(7, 3), (71, 4), (71, 8), (6, 3), (4, 4), (5, 2)])
+def test_parts_have_each_head_once(group: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    divide(monkeypatch, number)
+    parts = head_parts(problem_of(1, 256, (2 * group, 2), 64), 128)
+    assert parts is not None
+    assert parts.number == number
+    out = torch.full((2 * number, 4), -1, dtype=torch.int32)
+    assert not emulator.launch(_parts_kernel, (2 * number,), out, 2, group, *parts).findings
+    visited = [(h_kv, h) for h_kv, first, heads, _ in out.tolist() for h in range(first, first + heads)]
+    assert visited == [(h // group, h) for h in range(2 * group)]
+    assert out[:, 3].tolist() == [200 * number + part for part in range(2 * number)]
+    assert max(out[:, 2]) == -(-group // number)  # no part has more heads than it must
+
+
+MODELS = {
+    "Falcon 7B": ((8, 2048, (71, 1), 64), {"window_right": 0}, HeadParts(4, 18)),
+    "StarCoder2 3B": ((1, 16384, (24, 2), 128), {"window_right": 0, "window_left": 4095}, None),
+    "Gemma 2B": ((4, 4096, (8, 1), 256), {"window_right": 0}, HeadParts(4, 2)),
+    "Qwen2.5 7B": ((4, 4096, (28, 4), 128), {"window_right": 0}, None),
+    "32 heads over 1": ((2, 4096, (32, 1), 128), {"window_right": 0}, HeadParts(8, 4)),
+    "without a mask": ((2, 4096, (32, 1), 128), {}, HeadParts(4, 8)),
+    "little memory": ((1, 1024, (8, 1), 64), {"window_right": 0}, HeadParts(4, 2)),
+    "few queries": ((64, 4096, (71, 1), 64, 16), {"window_right": 0}, None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_fill_the_device_and_no_more_memory_than_dq(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_order, "num_processors", lambda device: 132)
+    shape, more, expected = MODELS[name]
+    x = problem_of(*shape, **more)
+    assert head_parts(x, 128) is None  # it was not measured
+    monkeypatch.setattr(crossovers, "DIVIDES_HEADS", True)
+    parts = head_parts(x, 128)
+    assert parts == expected
+    number = 1 if parts is None else parts.number
+    assert number == 1 or number * (x.k.numel() + x.v.numel()) <= x.q.numel()
+    work, programs = backward_work(x, 128, "kv", 2**20, is_fused=True, parts=parts)
+    assert work.parts == parts
+    assert programs == number * x.k.shape[:-1].numel() // 128
+
+
+def test_calls_with_few_keys_have_the_fused_backward_if_their_heads_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "num_processors", lambda device: 132)
+    monkeypatch.setattr(facts, "capability_of", lambda device: 90)
+    monkeypatch.setattr(facts, "has_large_l2", lambda device: True)
+    x = problem_of(8, 2048, (71, 1), 64, window_right=0)
+    assert "128 keys" in str(crossovers.slower("sm_90 fused", facts.facts_of(x)))
+    monkeypatch.setattr(crossovers, "DIVIDES_HEADS", True)
+    assert crossovers.slower("sm_90 fused", facts.facts_of(x)) is None
+    one_head = problem_of(8, 2048, (1, 1), 64, window_right=0)
+    assert crossovers.slower("sm_90 fused", facts.facts_of(one_head)) is not None
+
+
+@without_gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_packed_batches_with_dropout_and_alibi_emulated(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout and slopes go by the head among all heads. The last part has fewer heads."""
+    divide(monkeypatch, 3)
+    call = {"attn_mask_type": "padding_causal_bottom_right", **ALIBI, **dropped()}
+    check(dim // 64, call, head_dim_qk=dim, head_dim_v=dim, **PACKED, **GROUP)
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "window, sinks": (EVERYTHING | {"softmax_offset": SINKS}, PACKED | GROUP | {"padding": True}),
+    "two key heads": (
+        {"attn_mask_type": "causal"},
+        {"lengths_q": [150] * 2, "lengths_kv": [200] * 2, "num_heads": 6, "num_heads_kv": 2},
+    ),
+    "softcap": ({"softcap": 3.0}, {"lengths_q": [70], "lengths_kv": [130], "qkv_format": "sbhd"} | GROUP),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_emulated(name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    divide(monkeypatch, 2)
+    call, inputs = CALLS[name]
+    check(5, call, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("variant", ["persistent", "converting"])
+@pytest.mark.parametrize("name", CALLS)
+def test_persistent_programs_emulated(name: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs do not convert dq then."""
+    divide(monkeypatch, 2)
+    call, inputs = CALLS[name]
+    check_persistent(6, call, variant, head_dim_qk=64, head_dim_v=64, **inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("kernels", [fp8_backward, fp8_backward_fused], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("name", CALLS)
+def test_fp8_emulated(name: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    divide(monkeypatch, 2)
+    call, inputs = CALLS[name]
+    check_backward_of(5, call, kernels=kernels, head_dim_qk=64, head_dim_v=64, **inputs)
+
+
+@pytest.mark.slow
+@without_gpu
+def test_head_dim_192_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    divide(monkeypatch, 3)
+    check_192(5, {"attn_mask_type": "padding_causal"}, **PACKED, **GROUP)
