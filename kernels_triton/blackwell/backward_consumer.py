@@ -25,7 +25,6 @@ from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.query_walk import visited_heads
 
 
 @gluon.jit
@@ -59,7 +58,7 @@ def compute_partition(
     block_columns = gl.arange(0, COLUMNS, layout=QUERIES)
     uncut_from = first_uncut_query(block.first_row, LANES, block.band, META)
     position, values = first_query_head(block, args.work, scores, MODS, META)
-    iterations = block.num_blocks * visited_heads(block, args.work)
+    iterations = block.num_blocks * block.heads
     for n in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
         is_cut = cuts_block(row, block.first_row, uncut_from, block.band, META)

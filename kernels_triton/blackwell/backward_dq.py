@@ -14,7 +14,7 @@ from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_sums import in_order_of_sums, place_of_sums
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, visited_heads
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 
@@ -25,7 +25,7 @@ def add_dq(args: FusedArguments, buffers: Buffers, block: Block, META: gl.conste
     PARTS: gl.constexpr = META.DQ_PARTS
     n_tile = 0  # counts the tiles that are stored
     position = first_queries(block, args.work)
-    for iteration in range(block.num_blocks * visited_heads(block, args.work)):
+    for iteration in range(block.num_blocks * block.heads):
         row = query_block(position.n, block.block_range, META)[0]
         mbarrier.wait(barriers.dq_full.index(0), iteration & 1)
         fence_after_sync()

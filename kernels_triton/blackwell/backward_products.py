@@ -21,7 +21,6 @@ from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.query_walk import visited_heads
 
 
 @gluon.jit
@@ -72,7 +71,7 @@ def _issue_dp_and_dv(n, buffers: Buffers, META: gl.constexpr):
 
 @gluon.jit
 def product_partition(args: FusedArguments, buffers: Buffers, block: Block, META: gl.constexpr):
-    iterations = block.num_blocks * visited_heads(block, args.work)
+    iterations = block.num_blocks * block.heads
     if iterations > 0:
         for n in range(iterations):  # counts the blocks of all query heads
             _issue_scores(n, buffers, META)

@@ -46,7 +46,9 @@ class Block(NamedTuple):
     first_row: gl.tensor
     b: int | gl.tensor
     h: gl.tensor  # for a key block, the first head that the program visits
+    heads: int | gl.tensor  # query heads that the program visits
     h_kv: gl.tensor
+    part: int | gl.tensor  # for a key block, see `query_walk.num_parts`
     sequence: Sequence
     band: SequenceBand
     large: Any  # result of `load_large`
@@ -79,7 +81,9 @@ def query_block_of_program(args, META: gl.constexpr):
         first_row=first_row,
         b=b,
         h=h,
+        heads=1,
         h_kv=h // work.group_size,
+        part=0,
         sequence=sequence,
         band=band,
         large=_load_large(args, sequence, META),
@@ -154,14 +158,16 @@ def key_block(numbers, args, META: gl.constexpr):
         sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_kv = sequence.len_kv
     band = band_of_sequence(args.band, sequence.len_q, len_kv)
-    h_kv, h = heads_of_part(part, work)
+    h_kv, h, heads = heads_of_part(part, work)
     num_blocks, block_range = blocks_of_queries(first_row, b, h, message.cut, band, args.lists, META)
     place_q = packed_start(args.lengths_q, b, sequence.start_q)
     return Block(
         first_row=first_row,
         b=b,
         h=h,
+        heads=heads,
         h_kv=h_kv,
+        part=part,
         sequence=sequence,
         band=band,
         large=_load_large(args, sequence, META),

@@ -14,7 +14,7 @@ from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_parts import count_block, is_key_block
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, visited_heads
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
@@ -66,7 +66,7 @@ def _add_block(args, ring: DqRing, tiles, block: Block, before, META: gl.constex
     # before: iterations of the blocks before this one
     descriptor = args.descriptors.dq
     second = args.descriptors.second
-    iterations = block.num_blocks * visited_heads(block, args.work)
+    iterations = block.num_blocks * block.heads
     position = first_queries(block, args.work)
     for iteration in range(before, before + iterations):
         stage = Stage(iteration, META.DQ_STAGES)
@@ -102,7 +102,7 @@ def add_dq(args, tiles, barriers, block: Block, META: gl.constexpr):
             if META.CONVERTED == 0 or is_key_block(numbers):
                 drawn = key_block(numbers, args, META)
                 _add_block(args, ring, tiles, drawn, before, META)
-                before += drawn.num_blocks * visited_heads(drawn, args.work)
+                before += drawn.num_blocks * drawn.heads
                 if META.CONVERTED > 0:
                     count_block(args, drawn)
             n_tile += 1

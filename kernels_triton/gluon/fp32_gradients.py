@@ -17,8 +17,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.dropout import scaled
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Pair
-from flexattn.kernels_triton.gluon.query_walk import HeadParts, part_of_block
-from flexattn.kernels_triton.gluon.tile_scheduler import Work
+from flexattn.kernels_triton.gluon.query_walk import HeadParts
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
 _UNIT = gl.constexpr(4)  # elements: 16 bytes, which `descriptor_error` also requires of strides
@@ -80,10 +79,10 @@ def store_gradient(target: GradientRows, tile, b, h, start, length, row, COLUMN:
 
 
 @gluon.jit
-def store_key_gradient(target: GradientRows, tile, block: Block, work: Work, ROW: gl.constexpr, COLUMN: gl.constexpr):
-    # Stores dk or dv of a block of keys, from its ROW-th on, or a part's sums of them
-    sequence, h = block.sequence, part_of_block(block, work)
-    store_gradient(target, tile, block.b, h, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
+def store_key_gradient(target: GradientRows, tile, block: Block, ROW: gl.constexpr, COLUMN: gl.constexpr):
+    # Stores dk or dv of a block of keys, from its ROW-th on, or the sums of a head part
+    sequence = block.sequence
+    store_gradient(target, tile, block.b, block.part, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
 
 
 class KeyGradients(NamedTuple):
@@ -103,10 +102,10 @@ def store_key_gradients(
     DTYPE: gl.constexpr = dv_tiles.dtype
     scores = args.scores
     if args.dk32.ptr is not None:
-        store_key_gradient(args.dk32, sums.dk * scores.scale, block, args.work, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dk32, sums.dk * scores.scale, block, CONSUMER * ROWS, 0)
         if META.QK1 > 0:
-            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, args.work, CONSUMER * ROWS, QK0)
-        store_key_gradient(args.dv32, scaled(sums.dv, draws, META), block, args.work, CONSUMER * ROWS, 0)
+            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, CONSUMER * ROWS, QK0)
+        store_key_gradient(args.dv32, scaled(sums.dv, draws, META), block, CONSUMER * ROWS, 0)
     else:
         dk_tiles.first.index(CONSUMER).reshape([ROWS, QK0]).store((sums.dk * scores.scale).to(DTYPE))
         if META.QK1 > 0:

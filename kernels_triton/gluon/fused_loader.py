@@ -17,7 +17,7 @@ from flexattn.kernels_triton.gluon.dq_parts import find_part, find_task, num_tas
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
 from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, num_parts, visited_heads
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, num_parts
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
 
 
@@ -84,7 +84,7 @@ def _load_block(
     DOUT_BYTES: gl.constexpr = descriptors.dout.block_type.nbytes + Q1_BYTES
     Q_STAGES: gl.constexpr = tiles.q.shape[0]
     DOUT_STAGES: gl.constexpr = tiles.dout.shape[0]
-    iterations = block.num_blocks * visited_heads(block, args.work)
+    iterations = block.num_blocks * block.heads
     position = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
@@ -173,7 +173,7 @@ def load_fused(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers,
                 _load_block(args, tiles, barriers, drawn, Begun(blocks=begun_blocks, iterations=iterations), previous, META)
                 previous = numbers
                 begun_blocks += 1
-                iterations += drawn.num_blocks * visited_heads(drawn, work)
+                iterations += drawn.num_blocks * drawn.heads
             n_tile += 1
             # After the loads of the block: no other program takes a tile that a program has drawn, however long that is busy.
             t = gl.atomic_add(work.table_ptr, 1, sem="relaxed")

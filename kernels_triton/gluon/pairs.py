@@ -40,6 +40,12 @@ def origin_of_head(origin: Origin, heads):
 
 
 @gluon.jit
+def load_head(descriptor, origin: Origin, head, length, row, barrier, tile):
+    # Loads rows of the head that is `head` heads after the origin, see `load_rows`
+    load_rows(descriptor, origin.token, length, row, origin.head + head, 0, barrier, tile)
+
+
+@gluon.jit
 def allocate_pair(NUM: gl.constexpr, descriptors: Pair, META: gl.constexpr):
     first = allocate_tiles(NUM, descriptors.first)
     if META.QK1 > 0:

@@ -51,30 +51,13 @@ def num_parts(work):
 
 @gluon.jit
 def heads_of_part(part, work):
-    # Returns (the key head, the first query head) of one of the `num_parts`
+    # Returns (the key head, the first query head, the number of query heads) of one of the `num_parts`
     if work.parts.number is None:
-        return part, part * work.group_size
+        return part, part * work.group_size, work.group_size
     else:
         h_kv = part // work.parts.number
-        return h_kv, h_kv * work.group_size + part % work.parts.number * work.parts.heads
-
-
-@gluon.jit
-def part_of_block(block, work):
-    # Returns the place of a key block's part among the `num_parts`
-    if work.parts.number is None:
-        return block.h_kv
-    else:
-        return block.h_kv * work.parts.number + (block.h - block.h_kv * work.group_size) // work.parts.heads
-
-
-@gluon.jit
-def visited_heads(block, work):
-    # Returns how many query heads the program of a key block visits
-    if work.parts.number is None:
-        return work.group_size
-    else:
-        return gl.minimum(work.parts.heads, (block.h_kv + 1) * work.group_size - block.h)
+        first = part % work.parts.number * work.parts.heads
+        return h_kv, h_kv * work.group_size + first, gl.minimum(work.parts.heads, work.group_size - first)
 
 
 @gluon.jit
@@ -118,7 +101,7 @@ def next_queries(position: QueryPlace, block, work):
     if n == end:
         n = 0
         head += 1
-        if head == visited_heads(block, work):
+        if head == block.heads:
             head = 0
             if work.walk.turn is not None:
                 end += block.turn

@@ -151,7 +151,7 @@ def _num_blocks(args, block: Block, META: gl.constexpr):
     if META.IS_DQ:
         return block.num_blocks
     else:
-        return block.num_blocks * args.work.group_size  # blocks of all query heads
+        return block.num_blocks * block.heads  # blocks of all query heads
 
 
 @gluon.jit

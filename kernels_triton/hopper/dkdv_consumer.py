@@ -31,7 +31,6 @@ from flexattn.kernels_triton.gluon.masking import apply_mask_mod, hide_queries_p
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.query_walk import visited_heads
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
 
@@ -123,7 +122,7 @@ def _consume_dkdv_rows(
     position, values = first_query_head(block, args.work, scores, MODS, META)
     LOOPS: gl.constexpr = loops_of(META)
     for IS_LARGE in gl.static_range(LOOPS):
-        iterations = block.num_blocks * visited_heads(block, args.work)  # counts the blocks of all query heads
+        iterations = block.num_blocks * block.heads  # counts the blocks of all query heads
         if LOOPS == 2:
             iterations = gl.where(is_any_large(large, META) == (IS_LARGE == 1), iterations, 0)
         for m_block in range(iterations):
@@ -229,7 +228,7 @@ def _consume_dkdv_columns(
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     position, values = first_query_head(block, args.work, scores, MODS, META)
-    for m_block in range(block.num_blocks * visited_heads(block, args.work)):  # counts the blocks of all query heads
+    for m_block in range(block.num_blocks * block.heads):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)
@@ -302,8 +301,8 @@ def _consume_dkdv_columns(
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them
     if args.dk32.ptr is not None:
-        store_key_gradient(args.dk32, dk * scores.scale, block, args.work, 0, FIRST_COLUMN)
-        store_key_gradient(args.dv32, scaled(dv, draws, META), block, args.work, 0, FIRST_COLUMN)
+        store_key_gradient(args.dk32, dk * scores.scale, block, 0, FIRST_COLUMN)
+        store_key_gradient(args.dv32, scaled(dv, draws, META), block, 0, FIRST_COLUMN)
     else:
         operands.dk.first.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * scores.scale).to(DTYPE))
         operands.dv.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))

@@ -26,7 +26,7 @@ from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Pair, load_pair, origin_of, origin_of_head, pair_bytes, pair_descriptor, store_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, visited_heads
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DkdvDescriptors, DkdvSteps
 
@@ -77,7 +77,7 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
             load_rows(descriptors.v1, v.token, len_kv, row, v.head, META.V0, full, tiles.v1.index(part))
     Q_BYTES: gl.constexpr = pair_bytes(descriptors.q.first.block_type.nbytes, descriptors.q.second.block_type.nbytes, META.QK1)
     position = first_queries(block, args.work)
-    for m_block in range(block.num_blocks * visited_heads(block, args.work)):  # counts the blocks of all query heads
+    for m_block in range(block.num_blocks * block.heads):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
         q_stage = Stage(m_block, META.STAGES_SCORES)
         q_index = pipeline.index(q_stage)

@@ -34,6 +34,7 @@ from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import (
     Pair,
     allocate_pair,
+    load_head,
     load_pair,
     origin_of,
     origin_of_head,
@@ -42,7 +43,7 @@ from flexattn.kernels_triton.gluon.pairs import (
     store_pair,
 )
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, visited_heads
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.work_order import backward_work, head_parts
 from flexattn.kernels_triton.hopper.backward_arguments import (
     DkdvArguments,
@@ -224,7 +225,7 @@ def _dkdv_load(
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
     position = first_queries(block, args.work)
-    for m_block in range(block.num_blocks * visited_heads(block, args.work)):  # counts the blocks of all query heads
+    for m_block in range(block.num_blocks * block.heads):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
         descale_q = _clipped_descale(args.descales.q, b, h + position.head, row, len_q)
         descale_dout = _clipped_descale(args.descales.dout, b, h + position.head, row, len_q)
@@ -235,9 +236,7 @@ def _dkdv_load(
         write_factors(tiles.factors, index8, s_factor * descale_q, dp_factor * descale_dout)
         mbarrier.expect(full, BYTES)
         load_pair(descriptors.q, origin_of_head(origins.q, position.head), len_q, row, full, tiles.q, index8, META)
-        load_rows(
-            descriptors.dout, origins.dout.token, len_q, row, origins.dout.head + position.head, 0, full, tiles.dout.index(index8)
-        )
+        load_head(descriptors.dout, origins.dout, position.head, len_q, row, full, tiles.dout.index(index8))
         head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
         load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(index8), META)
         stage16 = Stage(m_block, META.STAGES_P)
@@ -245,16 +244,7 @@ def _dkdv_load(
         full = barriers.p_full.index(index16)
         pipeline.wait_empty(barriers.p_empty, stage16)
         mbarrier.expect(full, descriptors.dout16.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
-        load_rows(
-            descriptors.dout16,
-            origins.dout16.token,
-            len_q,
-            row,
-            origins.dout16.head + position.head,
-            0,
-            full,
-            tiles.dout16.index(index16),
-        )
+        load_head(descriptors.dout16, origins.dout16, position.head, len_q, row, full, tiles.dout16.index(index16))
         if META.SPLITS_COLUMNS:
             stage16 = Stage(m_block, META.STAGES_DS)
             index16 = pipeline.index(stage16)

@@ -29,9 +29,9 @@ from flexattn.kernels_triton.gluon.dq_sums import add_dq
 from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
+from flexattn.kernels_triton.gluon.pairs import Origin, load_head, origin_of
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, num_parts, visited_heads
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, num_parts
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
 from flexattn.kernels_triton.hopper.fp8 import write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
@@ -148,7 +148,7 @@ def _load_block(
     dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
-    iterations = block.num_blocks * visited_heads(block, args.work)
+    iterations = block.num_blocks * block.heads
     position = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
@@ -164,7 +164,7 @@ def _load_block(
             mbarrier.expect(full, Q_BYTES)
         else:
             mbarrier.expect(full, Q_BYTES + KV_BYTES)
-        load_rows(descriptors.q, origins.q.token, len_q, row, origins.q.head + position.head, 0, full, tiles.q.index(index))
+        load_head(descriptors.q, origins.q, position.head, len_q, row, full, tiles.q.index(index))
         head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
         load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(index), META)
         if META.NUMBERS > 0:  # noqa: SIM102
@@ -176,26 +176,15 @@ def _load_block(
         full = barriers.dout_full.index(index)
         if META.NUMBERS == 0 or m_block > 0:
             mbarrier.expect(full, DOUT_BYTES)
-        load_rows(
-            descriptors.dout, origins.dout.token, len_q, row, origins.dout.head + position.head, 0, full, tiles.dout.index(index)
-        )
-        load_rows(descriptors.q16, origins.q16.token, len_q, row, origins.q16.head + position.head, 0, full, tiles.q16.index(index))
+        load_head(descriptors.dout, origins.dout, position.head, len_q, row, full, tiles.dout.index(index))
+        load_head(descriptors.q16, origins.q16, position.head, len_q, row, full, tiles.q16.index(index))
         if META.NUMBERS > 0:  # noqa: SIM102
             if m_block == 0:
                 if begun.blocks > 0:
                     _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1)
                 mbarrier.expect(full, DOUT_BYTES + K16_BYTES)
                 _load_half(descriptors.k16, origins.k16, block, full, tiles.k16)
-        load_rows(
-            descriptors.dout16,
-            origins.dout16.token,
-            len_q,
-            row,
-            origins.dout16.head + position.head,
-            0,
-            full,
-            tiles.dout16.index(index),
-        )
+        load_head(descriptors.dout16, origins.dout16, position.head, len_q, row, full, tiles.dout16.index(index))
         position = next_queries(position, block, args.work)
 
 
@@ -223,7 +212,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
             begun = Begun(blocks=n_tile, iterations=iterations)
             _load_block(args, tiles, barriers, drawn, begun, previous, META)
             previous = numbers
-            iterations += drawn.num_blocks * visited_heads(drawn, work)
+            iterations += drawn.num_blocks * drawn.heads
             n_tile += 1
             # After the loads of the block: no other program takes a tile that a program has drawn, however long that is busy.
             t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)

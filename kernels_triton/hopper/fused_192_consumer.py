@@ -38,7 +38,7 @@ from flexattn.kernels_triton.gluon.fp32_gradients import KeyGradients, store_key
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, visited_heads
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles
 from flexattn.kernels_triton.hopper.fp8 import product_logits
 from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
@@ -128,7 +128,7 @@ def _wait_for_sums(dv, dv1, dk, dk1, p16, ds16, META: gl.constexpr):
 def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
     # A separate partition, which adds the parts of dq to the sums, with the descriptors in `sums`, at the columns of `_dq_product`.
     position = first_queries(block, args.work)
-    for m_block in range(block.num_blocks * visited_heads(block, args.work)):
+    for m_block in range(block.num_blocks * block.heads):
         row = query_block(position.n, block.block_range, META)[0]
         sums_row = place_of_sums(row, position.head, args, block, META)
         for part in gl.static_range(2):
@@ -171,7 +171,7 @@ def consume_fused_192(
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, HALF_SCORES))
     half_columns = gl.arange(0, HALF, layout=COLUMNS)
     uncut_from = first_uncut_query(n_start, ROWS, block.band, META)
-    iterations = block.num_blocks * visited_heads(block, args.work)
+    iterations = block.num_blocks * block.heads
     # Simulates a query block before the first, whose ds is 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
@@ -253,7 +253,7 @@ def consume_fused_192(
     store_key_gradients(sums, None, args, loaded.k, loaded.v, block, CONSUMER, META)
     if V1 > 0:
         if args.dk32.ptr is not None:
-            store_key_gradient(args.dv32, dv1, block, args.work, CONSUMER * ROWS, V0)
+            store_key_gradient(args.dv32, dv1, block, CONSUMER * ROWS, V0)
         else:
             loaded.v1.index(CONSUMER).reshape([ROWS, V1]).store(dv1.to(DTYPE))
     fence_async_shared()

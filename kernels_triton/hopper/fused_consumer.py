@@ -52,7 +52,6 @@ from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments,
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
-from flexattn.kernels_triton.gluon.query_walk import visited_heads
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import dq_product, product_layout, second_dq_product, zero_rows
@@ -80,27 +79,20 @@ class _Consumer(NamedTuple):
 
 @gluon.jit
 def _consumer_of(args: FusedArguments, block: Block, begun: Begun, CONSUMER: gl.constexpr, META: gl.constexpr):
-    BLOCK_M: gl.constexpr = META.BLOCK_M
     SCORES: gl.constexpr = _scores_layout(META)
     n_start = block.first_row + CONSUMER * ROWS
-    rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    block_columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
-    uncut_from = first_uncut_query(n_start, ROWS, block.band, META)
-    draws = dropout_state(args.dropout, block.first_head, META)
-    iterations = block.num_blocks * visited_heads(block, args.work)
     k_tile = 2 * pipeline.index(Stage(begun.blocks, META.K_STAGES))
-    v_tile = 2 * pipeline.index(Stage(begun.blocks, META.V_STAGES))
     return _Consumer(
         n_start=n_start,
-        rows=rows,
-        block_columns=block_columns,
-        uncut_from=uncut_from,
-        draws=draws,
+        rows=n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)),
+        block_columns=gl.arange(0, META.BLOCK_M, layout=gl.SliceLayout(0, SCORES)),
+        uncut_from=first_uncut_query(n_start, ROWS, block.band, META),
+        draws=dropout_state(args.dropout, block.first_head, META),
         scale=args.scores.scale,
-        iterations=iterations,
+        iterations=block.num_blocks * block.heads,
         before=begun.iterations,
         k_tile=k_tile,
-        v_tile=v_tile,
+        v_tile=2 * pipeline.index(Stage(begun.blocks, META.V_STAGES)),
     )
 
 
@@ -126,34 +118,27 @@ class _Iteration(NamedTuple):
 
 @gluon.jit
 def _iteration(m_block, n_block, consumer: _Consumer, block: Block, tiles: FusedTiles, CONSUMER: gl.constexpr, META: gl.constexpr):
-    BLOCK_M: gl.constexpr = META.BLOCK_M
     DIM: gl.constexpr = META.DIM
     row, is_full = query_block(n_block, block.block_range, META)
-    columns = row + consumer.block_columns
     zero = opaque_zero(m_block)
     n = consumer.before + m_block
     stage = Stage(n, STAGES)
     index = pipeline.index(stage)
-    phase = pipeline.phase(stage)
-    current = ds_slot(m_block)
-    last = ds_slot(m_block + 1)
-    dout = tiles.dout.index(index).reshape([BLOCK_M, DIM])
     key_tile = consumer.k_tile + zero + CONSUMER
-    k = tiles.k.index(key_tile).reshape([ROWS, DIM])
     value_tile = consumer.v_tile + zero + CONSUMER
     return _Iteration(
         row=row,
-        columns=columns,
+        columns=row + consumer.block_columns,
         is_full=is_full,
         zero=zero,
         n=n,
         stage=stage,
         index=index,
-        phase=phase,
-        current=current,
-        last=last,
-        dout=dout,
-        k=k,
+        phase=pipeline.phase(stage),
+        current=ds_slot(m_block),
+        last=ds_slot(m_block + 1),
+        dout=tiles.dout.index(index).reshape([META.BLOCK_M, DIM]),
+        k=tiles.k.index(key_tile).reshape([ROWS, DIM]),
         v=tiles.v.index(value_tile).reshape([ROWS, DIM]),
         key_tile=key_tile,
         value_tile=value_tile,
@@ -335,11 +320,11 @@ def _store_sums(
     scores, draws, dk, dv = args.scores, consumer.draws, sums.dk, sums.dv
     k_tile, v_tile = consumer.k_tile + CONSUMER, consumer.v_tile + CONSUMER
     if args.dk32.ptr is not None:
-        store_key_gradient(args.dk32, dk * scores.scale, block, args.work, CONSUMER * ROWS, 0)
-        store_key_gradient(args.dv32, scaled(dv, draws, META), block, args.work, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)
         if META.DIM1 > 0:
-            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, args.work, CONSUMER * ROWS, DIM)
-            store_key_gradient(args.dv32, scaled(sums.dv1, draws, META), block, args.work, CONSUMER * ROWS, DIM)
+            store_key_gradient(args.dk32, sums.dk1 * scores.scale, block, CONSUMER * ROWS, DIM)
+            store_key_gradient(args.dv32, scaled(sums.dv1, draws, META), block, CONSUMER * ROWS, DIM)
     else:
         k16_tiles = tiles.k16 if META.IS_FP8 else tiles.k
         k16_tiles.index(k_tile).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
@@ -548,7 +533,7 @@ def consume_fused(
                 begun = Begun(blocks=blocks, iterations=iterations)
                 _consume_block(args, tiles, barriers, drawn, begun, CONSUMER, MODS, META)
                 blocks += 1
-                iterations += drawn.num_blocks * visited_heads(drawn, args.work)
+                iterations += drawn.num_blocks * drawn.heads
             else:
                 convert_part(numbers, args, CONSUMER, META)
             n_tile += 1

@@ -286,7 +286,7 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, sums: Sums
 def _attn_bwd_mma_kernel(args: MmaBackwardArguments, MODS: gl.constexpr, META: gl.constexpr):
     KEYS: gl.constexpr = product_layout(META.KEY_WARPS, META.WARPS // META.KEY_WARPS)
     block = key_block_of_program(args, META)
-    iterations = block.num_blocks * args.work.group_size
+    iterations = block.num_blocks * block.heads
     dk0 = zeros_of_part(META.BLOCK_N, META.QK0, KEYS)
     dv0 = zeros_of_part(META.BLOCK_N, META.V0, KEYS)
     dk1, dv1 = dk0, dv0

@@ -84,6 +84,7 @@ class _Arguments(NamedTuple):
 
 
 class _Block(NamedTuple):
+    heads: Any
     num_blocks: Any
     turn: Any
 
@@ -112,7 +113,7 @@ def _turns_kernel(out_ptr, blocks, heads, batch, section, wave):
 @gluon.jit
 def _walk_kernel(out_ptr, num_blocks, group, turn, size):
     work = _work_of(num_blocks, 1, group, 1, size, 1)
-    block = _Block(num_blocks=num_blocks, turn=turn)
+    block = _Block(heads=group, num_blocks=num_blocks, turn=turn)
     at = first_queries(block, work)
     for i in range(num_blocks * group):
         gl.store(out_ptr + 2 * i, at.head)
