@@ -12,16 +12,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn import emulator
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.plan import Device, Kernel, Op, record
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common import crossovers, facts
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.gluon import work_order
 from flexattn.kernels_triton.gluon.query_walk import HeadParts, Walk, heads_of_part, num_parts
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work, head_parts
 from flexattn.kernels_triton.hopper import backward, backward_fused, conditions, fp8_backward, fp8_backward_fused
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
-from tests.hopper.test_attention import FEATURES, LOOP_INSTRUCTIONS, SLACK
+from flexattn.testing import make_call, make_dout, make_inputs
+from tests.hopper.test_attention import FEATURES, FUSED, LOOP_INSTRUCTIONS, SLACK, SPLIT, on_hopper
+from tests.hopper.test_attention import check as check_on_gpu
+from tests.hopper.test_attention import launches as launches
 from tests.hopper.test_dropout import dropped
 from tests.hopper.test_emulated import check, check_persistent
 from tests.hopper.test_fp8_backward import check as check_fp8_two_kernels
@@ -119,6 +125,28 @@ def test_calls_with_few_keys_have_the_fused_backward_if_their_heads_are_divided(
     assert crossovers.slower("sm_90 fused", facts.facts_of(one_head)) is not None
 
 
+def test_a_call_in_parts_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for the sums is allocated in the call, so a replay and another framework can give their own."""
+    monkeypatch.setattr(crossovers, "DIVIDES_HEADS", True)
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy())  # the interpreter's allows only portable kernels
+    spec, x = make_call(
+        make_inputs(lengths_q=[17], num_heads=71, num_heads_kv=1, head_dim_qk=64, head_dim_v=64, dtype=torch.bfloat16),
+        attn_mask_type="causal",
+        return_max_logit=False,
+    )
+    q, k, v, out, dout = (torch.empty(8, 2048, h, 64, dtype=torch.bfloat16, device="meta") for h in (71, 1, 1, 71, 71))
+    spec, x = spec._replace(device_type="cuda", capability=(9, 0)), x.on_meta()._replace(q=q, k=k, v=v)
+    lse = torch.empty(8, 71, 2048, device="meta")
+    plan = record(
+        lambda: triton_backend.backward(spec, x, out, lse, dout, None)[:3], [q, k, v, out, lse, dout], Device((9, 0), 132)
+    )
+    launches = [step.launch for step in plan.steps if isinstance(step, Kernel)]
+    (fused,) = (launch for launch in launches if launch.kernel.__name__ == "_attn_bwd_fused_hopper_kernel")
+    assert fused.programs == 4 * 8 * 16
+    sums = [step.arguments[0].shape for step in plan.steps if isinstance(step, Op) and step.func is torch.ops.aten.sum.dim_IntList]
+    assert sums == [(8, 2048, 1, 4, 64)] * 2
+
+
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_packed_batches_with_dropout_and_alibi_emulated(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +209,37 @@ def test_head_dim_192_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     check_192(5, {"attn_mask_type": "padding_causal"}, **PACKED, **GROUP)
 
 
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("name", [*CALLS, "packed, dropout, alibi"])
+def test_on_a_gpu(name: str, number: int, dim: int, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    divide(monkeypatch, number)
+    packed = ({"attn_mask_type": "padding_causal_bottom_right", **ALIBI, **dropped()}, PACKED | GROUP)
+    call, inputs = CALLS.get(name, packed)
+    on_gpu = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in call.items()}
+    check_on_gpu(launches, on_gpu, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bits_repeat(deterministic: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of dk and dv, and of dq if it is requested."""
+    divide(monkeypatch, 3)
+    call, inputs = CALLS["two key heads"]
+    given = make_inputs(head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16, device="cuda", **inputs)
+    spec, x = make_call(given, **call, deterministic=deterministic, return_max_logit=False)
+    dout = make_dout(given)
+    out, lse, _ = triton_backend.forward(spec, x)
+    first = triton_backend.backward(spec, x, out, lse, dout, None)
+    for _ in range(100):
+        again = triton_backend.backward(spec, x, out, lse, dout, None)
+        assert torch.equal(again.dk, first.dk)
+        assert torch.equal(again.dv, first.dv)
+        assert not deterministic or torch.equal(again.dq, first.dq)
+    assert set(launches[1:]) == set(SPLIT if deterministic else FUSED)
+
+
 def launches_in_parts(dim: int, features: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch]:
     """Returns the launches of the kernels for dk and dv, with the fused one's tile for the call and with persistent programs."""
     divide(monkeypatch, 2)
@@ -198,13 +257,13 @@ def launches_in_parts(dim: int, features: str, monkeypatch: pytest.MonkeyPatch) 
     call = Backward(problem, q, lse, q, None, *(torch.zeros_like(t) for t in (q, k, k)))
     found = {}
     for name in ("two-kernel", "fused", "persistent"):
-        with recorded_launches() as launches:
+        with recorded_launches() as seen:
             if name == "two-kernel":
                 backward.hopper_backward(call)
             else:
                 tile = conditions.fused_tile(problem)
                 backward_fused.fused_backward(call, replace(tile, is_persistent=name == "persistent"))
-        (found[name],) = (x for x in launches if "dkdv_hopper" in x.kernel.__name__ or "fused_hopper" in x.kernel.__name__)
+        (found[name],) = (x for x in seen if "dkdv_hopper" in x.kernel.__name__ or "fused_hopper" in x.kernel.__name__)
     return found
 
 
@@ -217,9 +276,9 @@ SPILLS = {(name, 64, features): 5 for name in ("fused", "persistent") for featur
 @pytest.mark.parametrize("dim", [64, 128])
 def test_compiled(dim: int, features: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all heads in one part, these kernels for 5 heads over one have as many spills in their loops."""
-    launches = launches_in_parts(dim, features, monkeypatch)
-    reports = compile_sound([request_for(launch, 90) for launch in launches.values()])
-    for name, report in zip(launches, reports, strict=True):
+    found = launches_in_parts(dim, features, monkeypatch)
+    reports = compile_sound([request_for(launch, 90) for launch in found.values()])
+    for name, report in zip(found, reports, strict=True):
         loops = [loop for loop in report.loops if "HGMMA" in loop]
         spills = sum(loop.get("STL", 0) + loop.get("LDL", 0) for loop in loops)
         assert spills <= SPILLS.get((name, dim, features), 0), f"{name}: {spills}, {report}"
