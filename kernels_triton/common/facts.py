@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common.crossovers import UNLIMITED
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
@@ -59,7 +58,7 @@ def most_head_parts(problem: Problem) -> int:
     Their fp32 sums of dk and dv need at most the memory of fp32 sums of dq.
     """
     x = problem
-    return max(1, min(x.group_size, x.q.numel() // (x.k.numel() + x.v.numel()))) if crossovers.DIVIDES_HEADS else 1
+    return max(1, min(x.group_size, x.q.numel() // max(1, x.k.numel() + x.v.numel())))
 
 
 def _head_dim(x: Problem) -> int:

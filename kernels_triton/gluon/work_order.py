@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import triton
 
+from flexattn.kernels_triton.common.crossovers import PART_WAVES, UNEQUAL_PART_WAVES
 from flexattn.kernels_triton.common.facts import most_head_parts
 from flexattn.kernels_triton.common.features import Features
 from flexattn.kernels_triton.common.problem import Problem
@@ -101,12 +102,6 @@ _MOST_HEADS = 16  # maximum key heads that are visited side by side
 _ALL = 2**30  # more work tiles than a call has
 
 
-_WAVES = 4  # programs of a backward for each multiprocessor, approximately, if the query heads of a key head are divided
-
-
-_EVEN_WAVES = 2  # the same if all programs have equal work
-
-
 def number_of_head_parts(problem: Problem, rows: int) -> int:
     """Returns how many programs divide the query heads of a key head, if a program of dk and dv has `rows` keys.
 
@@ -114,8 +109,8 @@ def number_of_head_parts(problem: Problem, rows: int) -> int:
     """
     x = problem
     programs = x.k.shape[:-1].numel() / rows
-    is_even = (x.window_right is None or x.window_left is not None) and x.block_mask is None and not x.has_lengths
-    wanted = (_EVEN_WAVES if is_even else _WAVES) * num_processors(x.device)
+    is_unequal = x.block_mask is not None or x.has_lengths
+    wanted = (UNEQUAL_PART_WAVES if is_unequal else PART_WAVES) * num_processors(x.device)
     return max(1, min(round(wanted / programs), most_head_parts(x)))
 
 
