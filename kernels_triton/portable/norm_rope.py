@@ -206,7 +206,8 @@ def _backward_blocks(side, args, program, programs, META: tl.constexpr):
         d0, d1 = _rotate(d0, d1, args, Tokens(b=b, s=s, is_row=is_row), -1.0, META)
         if META.HAS_NORM:  # dx = (d w - n mean(d w n)) / rms, where n = x / rms
             n0, n1 = _load_tiles(row_pointer(side.x, b, h, s, META), is_row, META)
-            factor = _inverse_rms(n0, n1, args.eps, META)
+            # 0 for a row that does not exist, whose norm is sqrt(eps): without an eps, 0 * inf would be NaN in the sums of weights
+            factor = tl.where(is_row, _inverse_rms(n0, n1, args.eps, META), 0.0)
             n0 *= factor
             n1 *= factor
             dw0 += d0 * n0

@@ -161,6 +161,16 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, packed, strict=True))
 
 
+def test_gradients_of_weights_are_finite_without_an_eps(device: str) -> None:
+    """The last block has rows that do not exist, whose norms are 0."""
+    q, k, *weights = inputs_of(CASES["no rotation"], device).leaves
+    weights = [t.detach().requires_grad_() for t in weights]
+    results = qk_norm_rope(q, k, q_weight=weights[0], k_weight=weights[1], eps=0.0)
+    with_eps = qk_norm_rope(q, k, q_weight=weights[0], k_weight=weights[1], eps=1e-9)
+    for got, wanted in zip(*(torch.autograd.grad(x, weights, (q, k)) for x in (results, with_eps)), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_no_tokens(device: str) -> None:
     case = Case(tokens=(2, 0))
     results = gradients(ours, inputs_of(case, device), case)
