@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexattn import compat, registered  # noqa: F401 (`registered` registers the operators)
 from flexattn.dispatch import norm_rope
+from flexattn.dispatch.neutral import fixed_sizes
 from flexattn.dispatch.norm_rope import NormRope
 from flexattn.dispatch.select import BackendError
 from flexattn.function_context import FunctionContext
@@ -18,6 +19,7 @@ _NUM_TENSORS = NormRope._fields.index("eps")  # they come first
 _operators = torch.ops.flexattn
 
 
+@fixed_sizes
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

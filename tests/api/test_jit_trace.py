@@ -12,11 +12,13 @@ from torch import Tensor
 from flexattn import append_kv, attention, attention_backward, create_block_mask, merge_attention, mods
 from flexattn.integrations import te
 from flexattn.integrations.sdpa import scaled_dot_product_attention
+from flexattn.nn import qk_norm_rope
 
 BATCH, TOKENS, HEADS, DIM = 2, 16, 2, 16
 SLOPES = torch.tensor([0.5, 0.25])
 BLOCKS = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, None, None, TOKENS, TOKENS, "cpu", 16)
 TABLE = torch.randn(32, HEADS)
+ANGLES = torch.randn(TOKENS, DIM // 2).repeat(1, 2)
 
 
 def starts(x: Tensor) -> Tensor:
@@ -80,6 +82,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "bool mask of ones": lambda x: sdpa(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()),
     "float mask": lambda x: sdpa(x, x[0, :, 0] @ x[0, :, 0].T),
     "merged": merged,
+    "norm and positions": lambda x: qk_norm_rope(x, x, (ANGLES, ANGLES), q_weight=TABLE[:DIM, 0], k_weight=TABLE[:DIM, 1])[0],
 }
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "appended": appended,
