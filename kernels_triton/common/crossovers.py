@@ -208,8 +208,8 @@ def fastest_tile(use: str, facts: Facts) -> str:
 
 
 # Programs of a backward of sm_90 for each multiprocessor, approximately, if the query heads of a key head are divided
-# (`most_head_parts`). 71 heads over one at 8 x 2048 causal tokens take 1.65 ms in 2 or 4 parts instead of 2.78 ms in one, and 8 over
-# one at 4 x 4096 take 617 us in 2, 636 us in 4 and 1030 us in one (bench/results/head_parts_h200.json).
+# (`most_head_parts`). 71 heads over one at 8 x 2048 causal tokens take 1.65 ms in 2 or 4 parts instead of 2.78 ms in one.
+# 8 heads over one at 4 x 4096 take 617 us in 2, 636 us in 4 and 1030 us in one (bench/results/head_parts_h200.json).
 PART_WAVES = 2
 UNEQUAL_PART_WAVES = 4
 """The same for packed batches and block masks, whose programs have unequal work; not measured."""

@@ -228,7 +228,7 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
     "dq is added without a fence": (fused_192_consumer, drop("fence_async_shared()", within="_hand_over_dq")),
     "columns of dq are added to others": (
         fused_192_consumer,
-        with_argument("reduce_add(sums.narrow)", 1, "[sums_row, (3 - consumer) * NARROW]"),
+        with_argument("reduce_add(sums.narrow)", 1, "[sums_row, (3 - consumer) * NARROW]", nth=0),
     ),
     "k is overwritten while the other warpgroup multiplies by it": (fused_192_consumer, drop("named_barrier_sync(LAST)")),
     "q is released before dk has read it": (
