@@ -159,7 +159,9 @@ def test_v_may_be_the_first_columns_of_k(dims: tuple[int, int]) -> None:
     arguments = {name: value for name, value in given.items() if name not in "qkv"}
     apart = attention(q, k, given["v"].detach().clone(), backend="triton", **arguments)
     latent = attention(q, k, given["v"], backend="triton", **arguments)
-    torch.testing.assert_close(latent, apart, rtol=0, atol=0)
+    has_own_kernel = q.is_cuda and dims == (512, 512)  # on sm_90, which only columns of k take
+    error = 1e-3 if has_own_kernel else 0.0
+    torch.testing.assert_close(latent, apart, rtol=error, atol=error)
     x, settings = bind_call(**given)
     exact, _, _ = reference.reference_attention(spec_to_run(x, settings), x)
     torch.testing.assert_close(latent.double(), exact, rtol=2e-3, atol=2e-3)
