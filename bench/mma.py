@@ -186,8 +186,8 @@ def cells(found: Record) -> list[Cell]:
 
 
 def table(*found: Record) -> Table:
-    """Returns the speed of the kernels for mma.sync beside each other implementation. Lengths of a workload share a row."""
-    others = (FLASH, FLEX, PORTABLE)
+    """Returns the speed of the kernels for mma.sync beside other libraries. Lengths of a workload share a row."""
+    others = (FLASH, FLEX)
     columns = [(direction, other) for direction in ("forward", "backward") for other in others]
     rows: dict[str, dict[tuple[str, str], list[float]]] = {}
     for cell in itertools.chain.from_iterable(map(cells, found)):
@@ -196,7 +196,7 @@ def table(*found: Record) -> Table:
                 title = re.sub(r", [\d,]+ tokens$", "", title_of(cell.workload))
                 rows.setdefault(title, {}).setdefault((cell.direction, other), []).append(speed)
     lines = [(title, [_mean(speeds.get(column)) for column in columns]) for title, speeds in rows.items()]
-    return Table("", [f"{direction}: {other.removeprefix('flexattn ')}" for direction, other in columns], lines)
+    return Table("", [f"{direction}: {other}" for direction, other in columns], lines)
 
 
 def _mean(speeds: list[float] | None) -> str:

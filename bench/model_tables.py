@@ -48,6 +48,12 @@ def cells_table(record: Record, title: str, unseen: bool) -> Table:
     return Table(title, ["forward, us", "speed", "beside", "backward, us", "speed", "beside"], rows)
 
 
+def slower_rows(table: Table) -> Table:
+    """Returns a table of cells with the shapes that are slower by more than 1 % in a direction."""
+    rows = [row for row in table.rows if any(speed != "-" and float(speed) < BEHIND for speed in (row[1][1], row[1][4]))]
+    return table._replace(title=f"{table.title} that are slower", rows=rows)
+
+
 def without_times(table: Table) -> Table:
     """Returns a table of cells with the speeds alone, for a page."""
     return table._replace(columns=["forward", "backward"], rows=[(name, [cells[1], cells[4]]) for name, cells in table.rows])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flexattn.bench import charts, mma, record, regret
 from flexattn.bench.charts import COLOURS, Bar, Panel
 from flexattn.bench.decode_cells import CELLS
-from flexattn.bench.model_tables import model_tables, without_times
+from flexattn.bench.model_tables import model_tables, slower_rows, without_times
 from flexattn.bench.peers import needs_dense_mask
 from flexattn.bench.record import Content, Record
 from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
@@ -28,7 +28,6 @@ from flexattn.bench.tables import (
     is_ours,
     name_of,
     panel,
-    refusals,
     standings,
     sweep_panels,
 )
@@ -309,21 +308,6 @@ def memory_table(found: Record) -> Table:
     return Table("", ["forward, MiB", "backward, MiB"], rows)
 
 
-def refused_table(found: Record) -> Table:
-    """Returns the workloads that each implementation refuses or computes wrongly."""
-    reasons: dict[tuple[str, str], int] = {}
-    for name, reason, cells in refusals(found):
-        key = name, reason.partition(": ")[2].partition(";")[0]
-        reasons[key] = reasons.get(key, 0) + len(cells)
-    rows = [(f"{name}: {_plain(reason)}", [str(count)]) for (name, reason), count in reasons.items()]
-    return Table("", ["cells"], rows)
-
-
-def _plain(text: str) -> str:
-    """Returns the text without characters that Markdown would interpret."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_")
-
-
 # ---- the page
 
 
@@ -331,10 +315,13 @@ def _sources(found: Sources) -> str:
     lines = []
     published = {} if found.models is None else {PUBLISHED: found.models}
     older = [pair for gpus, runs in found.older.items() for pair in zip(OLDER[gpus], runs, strict=True)]
+    alike: dict[str, list[str]] = {}
     for name, run in ((MAIN, found.main), (SECOND, found.second), *older, *published.items()):
         packages = {package: text for package, text in run.versions.items() if text and package not in NOT_SHOWN}
         versions = ", ".join(f"{package} {text}" for package, text in packages.items())
-        lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}")
+        alike.setdefault(f"{run.device['name']}, {_day(run)[:10]}, {versions}", []).append(name)
+    for facts, names in alike.items():
+        lines.append(f"- {', '.join(f'[{name}](../bench/results/{name})' for name in names)}: {facts}")
     for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
         versions = f"torch {content['versions']['torch']}" + "".join(
             f", {peer} {content['peers'][names[0]]}" for peer, names in DECODE_PEERS.items() if "peers" in content
@@ -375,8 +362,8 @@ def older_gpus(runs: Mapping[str, Sequence[Record]]) -> str:
 
 def _models(found: Sources) -> str:
     assert found.models is not None
-    counts, *cells = model_tables(found.models)
-    tables = [without_times(table).markdown("shape, speed", level=4) for table in cells]
+    counts, unseen, others = model_tables(found.models)
+    tables = [without_times(table).markdown("shape, speed", level=4) for table in (unseen, slower_rows(others))]
     return "\n\n".join([f"On an {found.models.device['name']}:", counts._replace(title="").markdown("shapes"), *tables])
 
 
@@ -394,7 +381,6 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
     "older GPUs": lambda found: older_gpus(found.older),
     "models": _models,
     "host": lambda s: host_table(s.main).markdown("call"),
-    "refused": lambda s: refused_table(s.main).markdown("implementation and reason"),
     "ceiling": _ceiling,
     "sources": _sources,
 }

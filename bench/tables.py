@@ -272,16 +272,6 @@ def verdict(record: Record) -> str:
     return "\n".join(lines)
 
 
-def refusals(record: Record) -> list[tuple[str, str, list[str]]]:
-    """(implementation, reason, cells) of everything that was refused or wrong, each reason once."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for r in record.rows:
-        if r.status in ("refused", "wrong"):
-            text = f"{r.status}: {(r.reason or '').splitlines()[0]}"
-            found.setdefault((r.implementation, text), []).append(f"{r.workload} {r.direction}")
-    return [(*key, cells) for key, cells in found.items()]
-
-
 def headline(record: Record) -> str:
     """Device and versions, on one line."""
     known = [f"{name} {text}" for name, text in record.versions.items() if text]

@@ -557,7 +557,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**34, keys_per_sm_from=64, source="modified_scores_h200.json"),
     # 8192 causal tokens of 8 heads over one key head at 512 take 5.76 ms instead of 29.8. No other call was measured.
     Rule(use="sm_90 wide two-kernel", head_dim=512, width=(512, 512), mask=("open", "causal"), dropout=False,
-         packed=False, tokens_from=4096, flops_from=2**36, gain=5.17, source=("wide_backward_h200.json", "models_some_h200.json")),
+         packed=False, tokens_from=4096, flops_from=2**36, gain=5.17, source=("wide_backward_h200.json", "models_h200.json")),
     # --- Splits of the keys of few queries between programs, beside one program for each tile. With more queries it was measured
     # only without a split, and with fewer keys, combining the parts costs as much as the split saves.
     Rule(use="split keys", queries=(None, 128), keys_from=1024, source="splits_h200.json"),
@@ -680,7 +680,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          gain=1.15, source=_FITTED),
     # --- Lists of keys: 2,048 keys of one latent head, for 128 query heads; 64 queries take 79 us instead of 278.
     Rule(use="sm_90 sparse latent", head_dim=512, width=(512, 576), gain=3.3,
-         source=("sparse_hopper_h200.json", "sparse_h200.json")),
+         source=("sparse_hopper_h200.json", "sparse_h200.json", "sparse_latent_h200.json")),
     # 16 blocks of 128 keys, 16 query heads for a key head: forwards take 8.36 ms instead of 8.53, backwards 17.9 instead of 29.3.
     Rule(use="sparse by block", head_dim=128, block=(128, 128), grouped=True, capability=90, gain=1.29,
          source=("sparse_blocks_h200.json", "sparse_h200.json")),

@@ -156,11 +156,10 @@ def test_a_run_says_whose_code_it_had(name: str, targets: Any) -> None:
 
 
 def test_the_table_has_a_row_for_each_workload() -> None:
-    """Lengths share a row, which has the geometric mean of their speeds."""
+    """Lengths share a row, which has the geometric mean of their speeds. Workloads that no other library ran have none."""
     run = recorded(TIMES)
     table = mma.table(run)
-    assert table.rows[0] == ("Head dim 64, causal", ["0.80", "-", "1.04", "-", "-", "-"])
-    assert [title for title, _ in table.rows][1:] == ["Packed documents", "Decode, 64 x 8,192 keys", "Softcap"]
+    assert table.rows == [("Head dim 64, causal", ["0.80", "-", "-", "-"])]
     text = page.older_gpus({"an A100": [run, run]})
     assert "faster than PyTorch's FlashAttention-2 in 0 of 2 and than the portable kernels in 6 of 10 cells." in text
     assert "This is the code for an A100." in text
