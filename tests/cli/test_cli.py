@@ -504,7 +504,7 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
             "--q 2,4096,16,128 --window 99,0",
             [
                 "forward: triton (sm_90)",
-                "  not sm_90 fused: it is faster from 255 keys left of the diagonal on, and this call has 99",
+                "  not sm_90 fused: it is faster from 127 keys left of the diagonal on, and this call has 99",
             ],
         ),
         ("--q 2,16384,16,128 --dtype fp32", ["(portable)", "not sm_90: it takes bf16 and fp16, not float32"]),

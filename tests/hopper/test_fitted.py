@@ -98,7 +98,10 @@ def measured() -> dict[tuple[Any, ...], dict[str, float]]:
 
 
 # The kernel for 128 was not timed in these calls, beside the portable one. At 96 it is as fast as the fitted one in longer calls.
-UNTIMED = {(96, 1024, "backward"), (112, 1024, "backward")}
+# With 256 tokens windows_and_short_h200.json has its times.
+UNTIMED = {(dim, tokens, "backward") for dim in (96, 112) for tokens in (256, 1024)}
+# The tile has a second stage of q since, with which 257 tokens take 5 to 6 % less time (windows_and_short_h200.json).
+CHANGED = {(72, 256, "forward"), (80, 256, "forward"), (96, 256, "forward")}
 
 
 @pytest.mark.parametrize(("call", "times"), measured().items(), ids=str)
@@ -115,6 +118,9 @@ def test_auto_takes_the_fastest_of_the_measured_kernels(call: tuple[Any, ...], t
         name = "few keys" if tile.holds_keys else "fitted, lazy" if tile.is_lazy else "fitted"
     elif choice.tile_rule is not None:
         name = next(other for other, fused in HOPPER_FUSED_FITTED.items() if fused == tile)
+    if (head_dim, shape.keys, direction) in CHANGED:
+        assert name == "fitted"
+        return
     before = next(iter(times.values()))
     if name not in times and f"today: {name}" not in times:
         assert (head_dim, shape.keys, direction) in UNTIMED
@@ -159,13 +165,15 @@ def test_auto_leaves_them_in_other_calls(dim: int, change: dict[str, Any]) -> No
     ("dim", "tokens", "more", "name"),
     [
         (72, 256, {}, "sm_90 fused"),
-        (72, 255, {}, "portable"),
-        (96, 256, {}, "portable"),
+        (72, 255, {}, "sm_90 fused"),
+        (72, 192, {}, "portable"),
+        (96, 256, {}, "sm_90 fused"),
         (96, 1024, {"window_right": 0}, "sm_90 fused"),
         (160, 256, {}, "sm_90 fused 192"),
         (160, 255, {}, "portable"),
         (168, 256, {}, "sm_90 two-kernel"),
-        (160, 4096, {"window_left": 2047, "window_right": 0}, "portable"),
+        (160, 4096, {"window_left": 2047, "window_right": 0}, "sm_90 two-kernel"),
+        (160, 8192, {"window_left": 2047, "window_right": 0}, "sm_90 fused 192"),
     ],
 )
 def test_short_backwards_of_wide_and_narrow_heads(dim: int, tokens: int, more: dict[str, Any], name: str) -> None:
