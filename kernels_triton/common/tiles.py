@@ -398,20 +398,8 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
     "d128_narrow": replace(_NARROW_128, block_m=128, num_stages=4, registers=240, q_stages=2),
     "d128_three_consumers": _NARROW_128,
     "d192": HopperTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
-    "d192_narrow": HopperTile(
-        head_dim_qk=192, head_dim_v=128, block_m=128, block_n=64, num_stages=3, registers=240, pingpong=False, is_lazy=True
-    ),
-    "d192_three_consumers": HopperTile(
-        head_dim_qk=192,
-        head_dim_v=128,
-        block_m=192,
-        block_n=64,
-        num_stages=3,
-        registers=160,
-        out_parts=2,
-        pingpong=False,
-        is_lazy=True,
-    ),
+    "d192_narrow": replace(_NARROW_128, head_dim_qk=192, block_m=128, registers=240),
+    "d192_three_consumers": replace(_NARROW_128, head_dim_qk=192, out_parts=2),
     "d256": HopperTile(
         head_dim_qk=256, head_dim_v=256, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2, is_lazy=True
     ),

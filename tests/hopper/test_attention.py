@@ -360,6 +360,9 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
         assert faster("fused", problem_of((64, length, 16, head_dim))) == is_faster
         assert not faster("fused", problem_of((64, length, 16, head_dim), window_right=0)) or length == 384
     assert not faster("fused", problem_of((1, 8192, 2, 128)))  # there are too few programs
+    for queries, keys, batch, is_faster in ((64, 4096, 8, True), (256, 768, 64, True), (256, 768, 8, False), (64, 768, 8, False)):
+        q, k = (torch.empty((batch, length, 16, 128), dtype=torch.bfloat16, device="meta") for length in (queries, keys))
+        assert faster("fused", Problem(q, k, k, softmax_scale=0.1)) == is_faster
     assert not faster("fused", problem_of((2, 4096, 16, 136)))
     assert faster("fused", problem_of((2, 4096, 16, 128), **window))
     assert faster("fused", problem_of((4, 4096, 16, 128), window_left=127, window_right=0))

@@ -34,7 +34,7 @@ from tests.hopper.test_fp8_backward import check as check_fp8_two_kernels
 from tests.hopper.test_fp8_emulated import check_backward_of
 from tests.hopper.test_fused_192 import check_run as check_192
 from tests.support.compiled_kernels import check_loops, compile_sound
-from tests.support.gluon_calls import EVERYTHING, without_gpu
+from tests.support.gluon_calls import EVERYTHING, check_bits_repeat, without_gpu
 
 GROUP = {"num_heads": 5, "num_heads_kv": 1}  # in parts of 2, 2 and 1 heads
 PACKED = {"lengths_q": [70, 0, 130], "lengths_kv": [150, 40, 70], "qkv_format": "thd", "gap": 3}
@@ -224,14 +224,7 @@ def test_bits_repeat(deterministic: bool, launches: list[str], monkeypatch: pyte
     call, inputs = CALLS["two key heads"]
     given = make_inputs(head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16, device="cuda", **inputs)
     spec, x = make_call(given, **call, deterministic=deterministic, return_max_logit=False)
-    dout = make_dout(given)
-    out, lse, _ = triton_backend.forward(spec, x)
-    first = triton_backend.backward(spec, x, out, lse, dout, None)
-    for _ in range(100):
-        again = triton_backend.backward(spec, x, out, lse, dout, None)
-        assert torch.equal(again.dk, first.dk)
-        assert torch.equal(again.dv, first.dv)
-        assert not deterministic or torch.equal(again.dq, first.dq)
+    check_bits_repeat(spec, x, make_dout(given))
     assert set(launches[1:]) == set(SPLIT if deterministic else FUSED)
 
 

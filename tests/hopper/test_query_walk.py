@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn import emulator
-from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.gluon import work_order
 from flexattn.kernels_triton.gluon.query_walk import HeadParts, Walk, first_queries, next_queries, turn_of_program
@@ -22,7 +21,7 @@ from tests.hopper.test_attention import check as check_on_gpu
 from tests.hopper.test_attention import launches as launches
 from tests.hopper.test_emulated import check, check_persistent
 from tests.hopper.test_fp8_emulated import check_backward_of
-from tests.support.gluon_calls import without_gpu
+from tests.support.gluon_calls import check_bits_repeat, without_gpu
 
 TURN = 4
 WHOLE = Walk(turn=2**20, wave=2**30)  # one head after the other
@@ -219,12 +218,5 @@ def test_bits_repeat(name: str, deterministic: bool, launches: list[str]) -> Non
     call, inputs = CALLS[name]
     given = make_inputs(num_heads=4, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16, device="cuda", **inputs)
     spec, x = make_call(given, **call, deterministic=deterministic, return_max_logit=False)
-    dout = make_dout(given)
-    out, lse, _ = triton_backend.forward(spec, x)
-    first = triton_backend.backward(spec, x, out, lse, dout, None)
-    for _ in range(100):
-        again = triton_backend.backward(spec, x, out, lse, dout, None)
-        assert torch.equal(again.dk, first.dk)
-        assert torch.equal(again.dv, first.dv)
-        assert not deterministic or torch.equal(again.dq, first.dq)
+    check_bits_repeat(spec, x, make_dout(given))
     assert set(launches[1:]) == set(SPLIT if deterministic else FUSED)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, as_bshd
 from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
 
@@ -65,6 +66,17 @@ def check_gradients(memory: GradientMemory, wanted: tuple[Gradients, Gradients])
         check_close(name, got, want, same_dtype, factor=GRADIENT_FACTOR)
     if memory.doffset is not None:
         check_close("dsoftmax_offset", memory.doffset, exact[4], budget[4], factor=GRADIENT_FACTOR)
+
+
+def check_bits_repeat(spec: AttentionSpec, x: Operands, dout: Tensor) -> None:
+    """Compares the bits of dk and dv in many runs on a GPU, and of dq if the call is deterministic."""
+    out, lse, _ = triton_backend.forward(spec, x)
+    first = triton_backend.backward(spec, x, out, lse, dout, None)
+    for _ in range(100):
+        again = triton_backend.backward(spec, x, out, lse, dout, None)
+        assert torch.equal(again.dk, first.dk)
+        assert torch.equal(again.dv, first.dv)
+        assert not spec.deterministic or torch.equal(again.dq, first.dq)
 
 
 def is_wide(t: Tensor, dtype: torch.dtype) -> bool:
