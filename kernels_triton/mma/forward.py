@@ -313,7 +313,7 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     sums = Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1, descale_v=descale_v)
     unmasked = unmasked_blocks(tile.first_row, BLOCK_M // META.GROUP, num_blocks, block_range, band, 1, META)
     begin = gl.minimum(unmasked.begin, num_blocks)
-    end = gl.maximum(unmasked.end, begin)
+    end = gl.minimum(gl.maximum(unmasked.end, begin), num_blocks)  # a tile of no blocks has no iteration that is always masked
     sums = _take_blocks(sums, 0, begin, same, loads, True, MODS, META)
     sums = _take_blocks(sums, begin, end, same, loads, False, MODS, META)
     if META.HAS_LEFT or META.BLOCK_SIZE_Q > 0:

@@ -40,6 +40,7 @@ from tests.support.gluon_cases import (  # noqa: F401
     test_max_logit_beside_sinks,
     test_post_scale_bias,
     test_rows_whose_maximum_rises_by_much,
+    test_tiles_that_see_no_key,
     test_twenty_schedules,
     windows_beside_the_diagonal,
 )

@@ -233,9 +233,9 @@ BANDS = {  # with the block mask
 }
 
 
-def blocks_of(name: str, longest_q: int, longest_kv: int, batch: int, device: str) -> dict[str, Any]:
+def blocks_of(name: str, longest_q: int, longest_kv: int, batch: int, device: str, block_size: int = 128) -> dict[str, Any]:
     mask_mod, heads = BLOCK_MASKS[name]
-    mask = create_block_mask(mask_mod, None, heads, longest_q, longest_kv + 70, device)
+    mask = create_block_mask(mask_mod, None, heads, longest_q, longest_kv + 70, device, BLOCK_SIZE=block_size)
     lists = block_lists(mask, batch, HEADS, longest_q, longest_kv, mask.kv_indices.device)
     return {"mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
 

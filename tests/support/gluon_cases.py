@@ -106,6 +106,17 @@ def test_rows_whose_maximum_rises_by_much(check: Check) -> None:
     check(4, {"attn_mask_type": "causal"}, outliers=True, lengths_q=[500], lengths_kv=[500], num_heads=2, num_heads_kv=2)
 
 
+@without_gpu
+@pytest.mark.parametrize("hidden_by", ["window", "block mask"])
+def test_tiles_that_see_no_key(check: Check, hidden_by: str) -> None:
+    """A tile without blocks of keys has no iteration, not even one without a mask."""
+    features: dict[str, Any] = {"attn_mask_type": "padding", "window_size": Window(40, None), "bottom_right_diagonal": False}
+    if hidden_by == "block mask":
+        features = {"attn_mask_type": "padding", **blocks_of("whole blocks that the band cuts", 300, 40, 3, "cpu", block_size=256)}
+    inputs = {"lengths_q": [300, 70, 9], "lengths_kv": [4, 0, 40], "num_heads": 4, "num_heads_kv": 4}
+    check(2, features, qkv_format="bshd", padding=True, head_dim_qk=64, head_dim_v=64, **inputs)
+
+
 @pytest.mark.slow
 @pytest.mark.sample("shape")
 @without_gpu
