@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.exponents import LN2
+from flexattn.kernels_triton.common.exponents import LN2, LOWEST
 
 LARGE = tl.constexpr(8192.0)  # from this lse on, fp32 represents it, and so the probabilities computed from it, to 2**-11 at best
 
@@ -23,6 +23,13 @@ def large_part(lse):
     # Returns the part of lse to subtract from the logits before exp2: all of it if it is large, otherwise 0. See `large_rows`.
     size = tl.abs(lse)
     return tl.where((size >= LARGE) & (size < float("inf")), lse, 0.0)
+
+
+@triton.jit
+def minus_lse_exactly(s, lse):
+    # Returns s - lse. Without the maximum, the compiler may fuse a multiplication that made s with the subtraction. But s must be
+    # rounded as in the forward, because lse is such a number.
+    return tl.maximum(s, LOWEST, propagate_nan=tl.PropagateNan.ALL) - lse
 
 
 class Large(NamedTuple):
@@ -65,5 +72,5 @@ def relative_to_lse(s, minus_lse, large, b, h, i, len_q, META: tl.constexpr):
     if META.IS_UNBOUNDED:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if large.is_any != 0:
             shift = load_shift(large, b, h, i, len_q, META)
-            s = tl.minimum(s - shift, minus_lse * -LN2)
+            s = tl.minimum(minus_lse_exactly(s, shift), minus_lse * -LN2)
     return s

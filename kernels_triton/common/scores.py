@@ -68,7 +68,8 @@ def biased_logits(qk, bias, i, j, softmax_scale, head, MODS: tl.constexpr, META:
         if META.HAS_POST_SCALE_BIAS:
             s += bias
         if META.HAS_ALIBI:
-            s -= head.alibi_slope * tl.abs(j - i - head.shift).to(tl.float32)
+            # One rounding in each kernel. If some fused this and others did not, they would differ where a large product ties.
+            s = tl.fma(tl.abs(j - i - head.shift).to(tl.float32), -head.alibi_slope, s)
     return s, factor, cap_tanh, score
 
 

@@ -18,7 +18,7 @@ from flexattn.kernels_triton.common.band import visible_keys
 from flexattn.kernels_triton.common.block_lists import listed_tile
 from flexattn.kernels_triton.common.exponents import LN2, LOG2E
 from flexattn.kernels_triton.common.heads import head_of
-from flexattn.kernels_triton.common.lse_rows import lse_row
+from flexattn.kernels_triton.common.lse_rows import lse_row, minus_lse_exactly
 from flexattn.kernels_triton.common.problem import Meta, Problem
 from flexattn.kernels_triton.common.row_tiles import Place, keys_of_block, load_qk, product, queries_of_block
 from flexattn.kernels_triton.common.scores import logits
@@ -81,7 +81,7 @@ def _weights(queries, k, n, is_full, head, inputs, MODS: tl.constexpr, META: tl.
     qk = product(queries.q, k, None, META.QK1 > 0, False, META)
     s, factor, _, _ = logits(qk, i, j, inputs.scores.scale, head, MODS, META)
     if META.IS_UNBOUNDED:
-        exponent = tl.minimum(s - queries.lse[:, None], 0.0) * LOG2E
+        exponent = tl.minimum(minus_lse_exactly(s, queries.lse[:, None]), 0.0) * LOG2E
     else:
         exponent = tl.fma(s, factor, -queries.lse[:, None] * LOG2E)
         s *= factor * LN2
