@@ -11,11 +11,11 @@ from flexattn.kernels_triton.common.copies import load_columns
 
 
 @triton.jit
-def load_descale(scale, b, h, row, META: tl.constexpr):
-    # Returns the factor of the block of rows that contains `row`.
+def load_descale(scale, b, h, row, length, META: tl.constexpr):
+    # Returns the factor of the block of rows that contains `row`. A tile of a block mask may begin past the end, without a factor.
     offset = b * scale.stride_b + h * scale.stride_h
     if META.HAS_BLOCK_SCALES:
-        offset += row // META.SCALE_ROWS * scale.stride_block
+        offset += tl.maximum(tl.minimum(row, length - 1), 0) // META.SCALE_ROWS * scale.stride_block
     return tl.load(scale.ptr + offset)
 
 
@@ -57,9 +57,11 @@ def descaled_products(qk, dp, inputs, head, h_kv, row, column, META: tl.constexp
     scale = inputs.scores.scale
     if META.IS_FP8:
         scales = inputs.scales
-        descale = load_descale(scales.q, head.b, head.h, row, META) * load_descale(scales.k, head.b, h_kv, column, META)
+        descale = load_descale(scales.q, head.b, head.h, row, head.len_q, META)
+        descale *= load_descale(scales.k, head.b, h_kv, column, head.len_kv, META)
         qk, scale = descaled(qk, descale, scale, META)
-        dp *= load_descale(scales.dout, head.b, head.h, row, META) * load_descale(scales.v, head.b, h_kv, column, META)
+        dp *= load_descale(scales.dout, head.b, head.h, row, head.len_q, META)
+        dp *= load_descale(scales.v, head.b, h_kv, column, head.len_kv, META)
     return Products(qk=qk, dp=dp, scale=scale)
 
 

@@ -39,7 +39,7 @@ def make_row_statistics(dout0, dout1, saved, scale, queries, first_row, META: tl
         out1 = load_tile(out_pointer, out_offsets, first_row, queries.length, META.V0, META.V1, META.HEAD_DIM_V, True)
         delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
     if META.IS_FP8:
-        delta *= load_descale(scale, queries.b, queries.h, first_row, META)
+        delta *= load_descale(scale, queries.b, queries.h, first_row, queries.length, META)
     row = lse_row(queries.b, queries.h, queries.num_heads, queries.num_tokens, queries.start, META)
     if saved.dlse_ptr is not None:
         delta -= tl.load(saved.dlse_ptr + row + rows, mask=rows < queries.length, other=0.0)

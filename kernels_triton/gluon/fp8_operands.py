@@ -16,17 +16,19 @@ P_SCALE = gl.constexpr(2.0**P_SHIFT.value)
 
 
 @gluon.jit
-def load_descale(scale: Descale, b, h, row):
-    # Returns the descale of the block that contains `row`; a tile of descales for a tile of rows.
+def load_descale(scale: Descale, b, h, row, length):
+    # Returns the descale of the block that contains `row`; a tile of descales for a tile of rows. A listed block, and a program's
+    # own rows, may be past the end, where no descale is.
+    row = gl.maximum(gl.minimum(row, length - 1), 0)
     return gl.load(scale.ptr + b * scale.stride_b + h * scale.stride_h + row // scale.block_rows * scale.stride_block)
 
 
 @gluon.jit
 def first_descales(descales: Descales, b, h, h_kv):
     # Returns the bits of the factors of the first blocks of q, k and v
-    q = load_descale(descales.q, b, h, 0).to(gl.int32, bitcast=True)
-    k = load_descale(descales.k, b, h_kv, 0).to(gl.int32, bitcast=True)
-    v = load_descale(descales.v, b, h_kv, 0).to(gl.int32, bitcast=True)
+    q = load_descale(descales.q, b, h, 0, 1).to(gl.int32, bitcast=True)
+    k = load_descale(descales.k, b, h_kv, 0, 1).to(gl.int32, bitcast=True)
+    v = load_descale(descales.v, b, h_kv, 0, 1).to(gl.int32, bitcast=True)
     return q, k, v
 
 

@@ -26,7 +26,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_pr
 from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import Descale, descales_of
+from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.fp32_gradients import add_parts, fp32_rows, in_parts
@@ -95,12 +95,6 @@ FP8_BACKWARD = (
 
 
 @gluon.jit
-def _clipped_descale(scale: Descale, b, h, row, length):
-    # A listed block, and a program's own rows, may be past the end.
-    return load_descale(scale, b, h, gl.maximum(gl.minimum(row, length - 1), 0))
-
-
-@gluon.jit
 def _dq_load(
     args: DqArguments, tiles: DqOperands, barriers: DqConsumerBarriers, block: Block, origins: DqOrigins, META: gl.constexpr
 ):
@@ -118,14 +112,14 @@ def _dq_load(
         row = first_row + consumer * ROWS
         load_pair(descriptors.q, origins.q, len_q, row, full, tiles.q, consumer, META)
         load_rows(descriptors.dout, origins.dout.token, len_q, row, origins.dout.head, 0, full, tiles.dout.index(consumer))
-    s_factor = _clipped_descale(args.descales.q, b, h, first_row, len_q)
-    dp_factor = _clipped_descale(args.descales.dout, b, h, first_row, len_q)
+    s_factor = load_descale(args.descales.q, b, h, first_row, len_q)
+    dp_factor = load_descale(args.descales.dout, b, h, first_row, len_q)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
     for n_block in range(block.num_blocks):
         row = key_block(n_block, block.block_range, META)[0]
-        descale_k = _clipped_descale(args.descales.k, b, h_kv, row, len_kv)
-        descale_v = _clipped_descale(args.descales.v, b, h_kv, row, len_kv)
+        descale_k = load_descale(args.descales.k, b, h_kv, row, len_kv)
+        descale_v = load_descale(args.descales.v, b, h_kv, row, len_kv)
         stage8 = Stage(n_block, META.STAGES_SCORES)
         index8 = pipeline.index(stage8)
         full = barriers.scores_full.index(index8)
@@ -220,15 +214,15 @@ def _dkdv_load(
         row = first_row + part * ROWS
         load_pair(descriptors.k, origins.k, len_kv, row, full, tiles.k, part, META)
         load_rows(descriptors.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(part))
-    s_factor = _clipped_descale(args.descales.k, b, h_kv, first_row, len_kv)
-    dp_factor = _clipped_descale(args.descales.v, b, h_kv, first_row, len_kv)
+    s_factor = load_descale(args.descales.k, b, h_kv, first_row, len_kv)
+    dp_factor = load_descale(args.descales.v, b, h_kv, first_row, len_kv)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
     position = first_queries(block, args.work)
     for m_block in range(block.num_blocks * block.heads):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
-        descale_q = _clipped_descale(args.descales.q, b, h + position.head, row, len_q)
-        descale_dout = _clipped_descale(args.descales.dout, b, h + position.head, row, len_q)
+        descale_q = load_descale(args.descales.q, b, h + position.head, row, len_q)
+        descale_dout = load_descale(args.descales.dout, b, h + position.head, row, len_q)
         stage8 = Stage(m_block, META.STAGES_SCORES)
         index8 = pipeline.index(stage8)
         full = barriers.scores_full.index(index8)

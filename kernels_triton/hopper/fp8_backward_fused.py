@@ -143,9 +143,8 @@ def _load_block(
         _load_half(descriptors.k, origins.k, block, kv_full, tiles.k)
         _load_half(descriptors.v, origins.v, block, kv_full, tiles.v)
         _load_half(descriptors.k16, origins.k16, block, kv_full, tiles.k16)
-    scale_row = gl.minimum(block.first_row, gl.maximum(len_kv - 1, 0))
-    s_factor = load_descale(args.descales.k, b, h_kv, scale_row)
-    dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
+    s_factor = load_descale(args.descales.k, b, h_kv, block.first_row, len_kv)
+    dp_factor = load_descale(args.descales.v, b, h_kv, block.first_row, len_kv)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
     iterations = block.num_blocks * block.heads
@@ -154,9 +153,8 @@ def _load_block(
         row = query_block(position.n, block.block_range, META)[0]
         stage = Stage(begun.iterations + m_block, STAGES)
         index = pipeline.index(stage)
-        scale_row = gl.minimum(row, len_q - 1)
-        descale_q = load_descale(args.descales.q, b, h + position.head, scale_row)
-        descale_dout = load_descale(args.descales.dout, b, h + position.head, scale_row)
+        descale_q = load_descale(args.descales.q, b, h + position.head, row, len_q)
+        descale_dout = load_descale(args.descales.dout, b, h + position.head, row, len_q)
         full = barriers.q_full.index(index)
         pipeline.wait_empty(barriers.q_empty, stage)
         write_factors(tiles.factors, index, s_factor * descale_q, dp_factor * descale_dout)

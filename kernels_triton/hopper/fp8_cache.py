@@ -161,7 +161,7 @@ def _queries_of_tile(work: Work, sequence: _Sequence, h_kv, args: CacheArguments
     inputs = args.inputs
     descale = 1.0
     if not META.HAS_TOKEN_SCALES_K:
-        descale = load_descale(inputs.scales.k, work.b, h_kv, 0, META)
+        descale = load_descale(inputs.scales.k, work.b, h_kv, 0, 1, META)
     q, factor = load_queries(work, sequence.start_q, sequence.len_q, args, META)
     i, heads = rows_and_heads(work, sequence.len_q, gl.SliceLayout(0, gl.SliceLayout(2, scores_layout(META.WARPS))), META)
     len_q, len_kv = sequence.len_q, sequence.len_kv
@@ -300,7 +300,7 @@ def _store_tile(sums: _Sums, buffer, work: Work, start_q, len_q, args: CacheArgu
     row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     rescale = rescale / row_sum
     if not META.HAS_TOKEN_SCALES_V:
-        rescale *= load_descale(inputs.scales.v, work.b, work.h // inputs.group_size, 0, META)
+        rescale *= load_descale(inputs.scales.v, work.b, work.h // inputs.group_size, 0, 1, META)
     lse, lost = _lse(row_sum, row_max, META)
     results = _Results(
         out=sum_of_warps(sums.acc, buffer, WARPS_LAYOUT, META) * rescale[:, None],

@@ -168,9 +168,9 @@ def _attend(
         column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
         ratio = 1.0
         if META.K_BLOCKWISE:
-            descale = same.descale_q * load_descale(same.descales.k, same.head.b, same.h_kv, column)
+            descale = same.descale_q * load_descale(same.descales.k, same.head.b, same.h_kv, column, same.band.len_kv)
         if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
-            next_descale_v = load_descale(same.descales.v, same.head.b, same.h_kv, column)
+            next_descale_v = load_descale(same.descales.v, same.head.b, same.h_kv, column, same.band.len_kv)
             ratio = descale_v / next_descale_v
             descale_v = next_descale_v
         pipeline.wait_full(barriers.k_full, stage)
@@ -248,7 +248,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         row_sum = _once(no_row_sum)
         first_descale_q, first_descale_k, first_descale_v = received.descales
         if META.Q_BLOCKWISE:
-            descale_q = load_descale(args.descales.q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
+            descale_q = load_descale(args.descales.q, b, h, rows, len_q)
         else:
             descale_q = gl.zeros([ROWS], gl.float32, layout=BY_ROW) + first_descale_q.to(gl.float32, bitcast=True)
         descale_v = first_descale_v.to(gl.float32, bitcast=True)

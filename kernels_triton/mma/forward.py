@@ -180,7 +180,7 @@ def _take_blocks(
             weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, PRODUCT, 2))
         if META.HAS_BLOCK_SCALES:
             scales, previous = loads.scales, descale_v
-            descale_v = load_descale(scales.v_blocks, scales.b, scales.h_kv, column)
+            descale_v = load_descale(scales.v_blocks, scales.b, scales.h_kv, column, scales.len_kv)
             correction = correction * (previous / descale_v)
         acc0 = _add_values(rescaled(acc0, correction, META), weights, tiles.v.first.index(slot), META)
         if META.VALUES1 > 0:

@@ -46,6 +46,7 @@ class HeadScales(NamedTuple):
     v_blocks: Descale
     b: Any
     h_kv: Any
+    len_kv: Any
 
 
 def words(x: Tensor) -> Tensor:
@@ -121,13 +122,14 @@ def head_scales(descales: Descales, received: ReceivedTile, h_kv, ROW: gl.conste
     len_q, b = received.band.len_q, received.tile.b
     rows, heads = rows_and_heads(received.tile.first_row, received.tile.h, len_q, ROW, META)
     return HeadScales(
-        q=load_descale(descales.q, b, heads, gl.minimum(rows, len_q - 1)),
-        k=load_descale(descales.k, b, h_kv, 0),
-        v=load_descale(descales.v, b, h_kv, 0),
+        q=load_descale(descales.q, b, heads, rows, len_q),
+        k=load_descale(descales.k, b, h_kv, 0, 1),
+        v=load_descale(descales.v, b, h_kv, 0, 1),
         k_blocks=descales.k,
         v_blocks=descales.v,
         b=b,
         h_kv=h_kv,
+        len_kv=received.band.len_kv,
     )
 
 
@@ -136,7 +138,7 @@ def score_descale(scales: HeadScales, column, META: gl.constexpr):
     # Returns the descale of each row's scores with the block of keys at `column`
     k = scales.k
     if META.HAS_BLOCK_SCALES:
-        k = load_descale(scales.k_blocks, scales.b, scales.h_kv, column)
+        k = load_descale(scales.k_blocks, scales.b, scales.h_kv, column, scales.len_kv)
     return scales.q * k
 
 

@@ -115,7 +115,7 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
         if META.NORMALIZES:
             row_sum += tl.sum(gradient.p, 1)
         if META.IS_FP8:
-            descale_k = load_descale(inputs.scales.k, head.b, block.h_kv, n, META)
+            descale_k = load_descale(inputs.scales.k, head.b, block.h_kv, n, head.len_kv, META)
             ds, descale_ds = to_fp8_rows(ds, block.dout.first.dtype)
             descale = (descale_ds * descale_k)[:, None]
             dq0 += fp8_product(ds, block.k_t, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED) * descale
@@ -348,14 +348,14 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
         ds = gradient.dscore
         if META.IS_FP8:
             if args.dv.ptr is not None:
-                descale_dout = load_descale(inputs.scales.dout, head.b, head.h, m, META)
+                descale_dout = load_descale(inputs.scales.dout, head.b, head.h, m, len_q, META)
                 p, descale_p = to_fp8_rows(p, tl.float8e4nv)
                 descale = (descale_p * descale_dout)[:, None]
                 dv0 += fp8_product(p, own_block.dout_t, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED) * descale
                 if META.V1 > 0:
                     dv1 += fp8_product(p, own_block.dout_t, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED) * descale
             if args.dk.ptr is not None:
-                descale_q = load_descale(inputs.scales.q, head.b, head.h, m, META)
+                descale_q = load_descale(inputs.scales.q, head.b, head.h, m, len_q, META)
                 ds, descale_ds = to_fp8_rows(ds, dout0.dtype)
                 descale = (descale_ds * descale_q)[:, None]
                 dk0 += fp8_product(ds, own_block.q_t, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED) * descale

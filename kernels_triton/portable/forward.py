@@ -115,12 +115,12 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             qk = tl.dot(block.q.second, tl.trans(k1), qk, input_precision=META.PRECISION)
         score_scale = inputs.scores.scale
         if META.IS_FP8:
-            descale_k = load_descale(scales.k, head.b, block.h_kv, n, META)
+            descale_k = load_descale(scales.k, head.b, block.h_kv, n, len_kv, META)
             qk, score_scale = descaled(qk, block.descale_q * descale_k, score_scale, META)
         if META.HAS_TOKEN_SCALES_K:
             qk *= load_token_descales(scales.k, inputs.pages, head.b, block.h_kv, n, len_kv, BLOCK_N)[None, :]
         elif META.IS_KV_FP8:
-            qk, score_scale = descaled(qk, load_descale(scales.k, head.b, block.h_kv, n, META), score_scale, META)
+            qk, score_scale = descaled(qk, load_descale(scales.k, head.b, block.h_kv, n, len_kv, META), score_scale, META)
         s, factor, _, _ = biased_logits(qk, bias, i, j, score_scale, head, MODS, META)
         if IS_MASKED:
             s = tl.where(visible_keys(i, j, len_kv, head.shift, inputs.band, META), s, float("-inf"))
@@ -150,7 +150,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             p = tl.where(dropout_keep(inputs, head.b, head.h, block.first_row, n, META), p, 0.0)
         if META.IS_FP8:
             p = p.to(tl.float8e4nv)
-            descale_v = load_descale(scales.v, head.b, block.h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
+            descale_v = load_descale(scales.v, head.b, block.h_kv, n, len_kv, META) if META.HAS_BLOCK_SCALES else 1.0
             product = fp8_product(p, block.v_t, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
             acc0 = acc0 * correction[:, None] + product * descale_v
             if META.V1 > 0:
@@ -296,7 +296,7 @@ def _normalised(row_max, row_sum, tile, h_kv, inputs, META: tl.constexpr):
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     rescale = rescale / row_sum
     if (META.IS_KV_FP8 and not META.HAS_TOKEN_SCALES_V) or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
-        rescale *= load_descale(inputs.scales.v, tile.b, h_kv, 0, META)
+        rescale *= load_descale(inputs.scales.v, tile.b, h_kv, 0, 1, META)
     return row_max, row_sum, rescale
 
 
@@ -394,7 +394,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
 
     descale_q, v_t = 1.0, None
     if META.IS_FP8:
-        descale_q = load_descale(inputs.scales.q, b, h, first_row, META)
+        descale_q = load_descale(inputs.scales.q, b, h, first_row, len_q, META)
         v_t = transposed_head(args.v_t, b, h_kv, packed_start(inputs.lengths_kv, b, start_kv), META.IS_RAGGED_KV)
 
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)

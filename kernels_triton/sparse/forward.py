@@ -79,7 +79,7 @@ def _sparse_fwd_kernel(args: Arguments, KV_BLOCK: tl.constexpr, META: tl.constex
     v_base = row_pointer(inputs.v, b_kv, query.h_kv, query.start_kv, META)
     scale = inputs.scores.scale
     if META.IS_KV_FP8 and not META.HAS_TOKEN_SCALES_K:
-        scale *= load_descale(inputs.scales.k, query.b, query.h_kv, 0, META)
+        scale *= load_descale(inputs.scales.k, query.b, query.h_kv, 0, 1, META)
     head = head_of(inputs.scores, query.b, query.h, query.len_q, query.len_kv, query.shift, None, META)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = acc0
@@ -122,7 +122,7 @@ def _sparse_fwd_kernel(args: Arguments, KV_BLOCK: tl.constexpr, META: tl.constex
     row = rows_of_heads(query, inputs, META)
     rescale = rescale / row_sum
     if META.IS_KV_FP8 and not META.HAS_TOKEN_SCALES_V:
-        rescale *= load_descale(inputs.scales.v, query.b, query.h_kv, 0, META)
+        rescale *= load_descale(inputs.scales.v, query.b, query.h_kv, 0, 1, META)
     rescale = rescale[:, None]
     lse = (row_max + tl.log2(row_sum)) * LN2
     if args.parts_ptr is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexattn import attention, fp8
 from flexattn.block_mask import block_lists, create_block_mask
 from flexattn.dispatch import eager_backend, quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
@@ -19,6 +20,7 @@ from flexattn.mods.trace import trace_mods
 from flexattn.testing import Inputs, make_dout, make_inputs
 from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_calls import E4M3, E5M2, check, make_fp8_call
+from tests.support.guarded_memory import guarded_allocations
 
 GPU = torch.cuda.is_available()
 BF16 = torch.bfloat16
@@ -316,6 +318,17 @@ def test_block_mask(device: str) -> None:
     mods = trace_mods(None, mask.mask_mod)
     given = make_inputs(lengths_q=[sq, sq], lengths_kv=[skv, skv], dtype=BF16, device=device)
     check(given, "block", mods=mods, blocks=block_lists(mask, 2, 4, sq, skv, mask.kv_indices.device))
+
+
+def test_tiles_past_the_end_have_no_factor(device: str) -> None:
+    """The mask's block goes on behind the two blocks of scales of k and v, and NaN is in memory there."""
+    sq, skv = 200, 110
+    mask = create_block_mask(lambda b, h, i, j: i % 3 != j % 5, None, None, sq, skv, device=device, BLOCK_SIZE=256)
+    q, k, v = (torch.randn(1, n, 1, 64, device=device).to(BF16).requires_grad_() for n in (sq, skv, skv))
+    with guarded_allocations():
+        out = attention(q, k, v, block_mask=mask, fp8_recipe=fp8.Recipe(granularity="block", block_rows=64), backend="triton")
+        gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
+    assert all(t.isfinite().all() for t in (out, *gradients))
 
 
 @pytest.mark.slow
