@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.second_order import launch
 
 WIDEST = 256
+SMALL_ROWS = 512  # bytes of a row for which 99 KiB of shared memory hold a tile
 
 
 def unsupported(spec: AttentionSpec, x: Operands, is_bias_wanted: bool) -> str | None:
     """Returns why the kernels cannot run a call, or None if they can. is_bias_wanted: whether the bias gets a second derivative."""
+    from flexattn.kernels_triton.common.tiles import SMALL_MEMORY
+    from flexattn.kernels_triton.runtime.device import capability_of
+
     if reason := triton_backend.unsupported(spec, "backward"):
         return reason
     if spec.kv_lists:
@@ -32,6 +36,8 @@ def unsupported(spec: AttentionSpec, x: Operands, is_bias_wanted: bool) -> str |
         return "the kernels derive a score_mod themselves, and this one has a derivative of its own"
     if max(spec.head_dim_qk, spec.head_dim_v) > WIDEST:
         return f"the kernels support head dims up to {WIDEST}"
+    if max(spec.head_dim_qk, spec.head_dim_v) * x.q.element_size() > SMALL_ROWS and capability_of(x.q.device) in SMALL_MEMORY:
+        return f"the kernels need more shared memory than this GPU has for rows of more than {SMALL_ROWS} bytes"
     if is_bias_wanted and x.bias is not None and x.bias.shape[-1] == 1:
         return "the kernels compute no derivative for a bias that all keys share"
     return None

@@ -367,7 +367,7 @@ class Problem:
     def tile(self, table: Table, capability: int | None = None) -> Tile:
         """Returns the committed tile for this problem, for its own device or for one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
-        head_dims = LATENT if table is FORWARD and self.is_latent else self.head_dims
+        head_dims = LATENT if table is FORWARD and self.is_latent and not self.is_batch_invariant else self.head_dims
         few = row_of(table, capability, self.q.element_size(), head_dims).few if self._has_few_queries else None
         tile = few or select_tile(
             table,

@@ -20,6 +20,7 @@ from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.row_tiles import product
 from flexattn.kernels_triton.common.scores import logits
+from flexattn.kernels_triton.common.tiles import SMALL_MEMORY
 from flexattn.kernels_triton.runtime.device import Tile
 
 
@@ -203,7 +204,8 @@ def tiles_for(capability: int, head_dim: int, element_size: int, is_plain: bool)
     is_plain: whether nothing is loaded or computed for each score, such as a bias, dropout or a mod.
     """
     row_bytes = head_dim * element_size
-    side = 16 if capability == 0 else 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    most = (160, 256) if capability in SMALL_MEMORY else (256, 512)  # bytes of a row for 64 and for 32 rows
+    side = 16 if capability == 0 else 64 if row_bytes <= most[0] else 32 if row_bytes <= most[1] else 16
     scores = Tile(side, side, 8 if side == 64 else 4, 1)
     if 90 <= capability < 100 and element_size == 2 and head_dim <= 128:
         # A product of wgmma has 64 rows or more for four warps. Registers are scarce: sums, and up to four numbers for each score.

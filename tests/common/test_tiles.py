@@ -321,6 +321,15 @@ def test_few_queries_have_a_tile(heads_kv: int, queries: int, is_few: bool) -> N
     assert problem.tile(configs.FORWARD, 90) != row.few
 
 
+def test_batch_invariant_calls_have_one_tile_wherever_v_is() -> None:
+    """The first columns of k as v have a tile of their own on compute capability 8.0: its blocks of keys are twice as large."""
+    latent = torch.zeros(1, 300, 1, 576, dtype=torch.bfloat16)
+    values = latent[..., :512]
+    problems = [Problem(latent, latent, v, softmax_scale=0.1) for v in (values, values.clone())]
+    assert len({x.tile(configs.FORWARD, 80) for x in problems}) == 2
+    assert len({dataclasses.replace(x, is_batch_invariant=True).tile(configs.FORWARD, 80) for x in problems}) == 1
+
+
 def test_a_bad_report_is_found() -> None:
     """The gates of this file can fail, for each number that they check."""
     case, reports = Case("forward", 90, torch.bfloat16, (256, 256), "plain"), []

@@ -46,8 +46,14 @@ INTERPRETED = Where("triton", "cpu", (*HALF, torch.float32), (16, 8, 24, 40, 64,
 ON_GPU = Where("triton", "cuda", (*HALF, *HALF, *HALF, torch.float32), (*(64, 128, 192, 256) * 9, *ALL_DIMS), (150, 300), 3)
 
 
+FP8_FROM = (8, 9)  # the compute capability whose tensor cores multiply FP8
+LATENT_PACKINGS = ("v in k", "q is k is v")  # in which v may be the first columns of k
+
+
 def place(backend: str, device: str, without: list[str]) -> Where:
     if device == "cuda":
+        if backend == "triton" and torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_FROM:
+            without = [*without, "fp8"]
         where = ON_GPU._replace(backend=backend)
         where = where._replace(dtypes=(*where.dtypes, torch.float64)) if backend == "eager" else where
     else:
@@ -159,7 +165,7 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
                 torch.where(x == ref.max_logit, 0.0, (x.double() - ref.max_logit).abs()) / size for x in (t, same.max_logit)
             )
             roundings = (STEPS_OF_DOUBLE if is_double else CANCELLED) * eps + tanh_error
-            verdicts.limit(what, error.max(), FORWARD_FACTOR * budget.max() + roundings)
+            verdicts.limit(what, error.max(), FORWARD_FACTOR * budget.max() + roundings + sum_error)
         elif name in ref.statistics:
             compare_statistic(verdicts, what, call, name, t, ref)
         else:
@@ -210,8 +216,13 @@ def _compare_gradient(
 
 
 def repeats_to_the_bit(config: Config, name: str) -> bool:
-    """Returns whether docs/reproducible.md (Deterministic runs) promises that a call repeats. On a CPU every call repeats."""
-    return not name.startswith("d") or config.deterministic is True or config.where.device == "cpu"
+    """Returns whether docs/reproducible.md promises that a call repeats. On a CPU every call repeats."""
+    if config.where.device == "cpu":
+        return True
+    latent = [config.packing in LATENT_PACKINGS and config.together[n] for n in config.sets[:2]]
+    if config.head_dim_qk > 256 and latent[0] != latent[1]:
+        return False
+    return not name.startswith("d") or config.deterministic is True
 
 
 def check(config: Config, seed: int, allocations: Allocations) -> list[str]:

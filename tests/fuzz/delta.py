@@ -65,6 +65,17 @@ def tangent_errors(call: Any, ref: Result) -> Tensor:
     return (ROW_STEPS + cuts + ref.lse.detach().abs().nan_to_num(0.0, 0.0, 0.0)) * eps * rows
 
 
+def tangent_of_delta_error(call: Any, tout: Tensor) -> Tensor:
+    """Returns a bound of the error of delta's tangent, a sum of tout * dout, that rounding to 16 bits makes in any row.
+
+    tout: the exact tangent of out. Weights are rounded before their product with the tangent of v, as in `delta_errors`. Dropout's
+    factor makes the weight of a single key inexact.
+    """
+    terms = tout * call.dout.double().nan_to_num(0.0, 0.0, 0.0)
+    errors = ROW_OUT_STEPS * terms.square().sum(-1).sqrt() + terms.sum(-1).abs()
+    return torch.finfo(call.config.dtype).eps / 2.0 * errors.amax()
+
+
 def fp8_delta_deviations(call: Call, ref: Result) -> Tensor:
     """Returns a bound of the standard deviation of dp - delta in a call in FP8, shaped like lse, with the sign of delta.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch.autograd import forward_ad
 
 from tests.fuzz.calls import Call
 from tests.fuzz.config import HALF
-from tests.fuzz.delta import tangent_errors
+from tests.fuzz.delta import tangent_errors, tangent_of_delta_error
 from tests.fuzz.oracle import Twice, twice
 
 if TYPE_CHECKING:
@@ -59,9 +60,18 @@ def compare_one(verdicts: Verdicts, call: Any, what: str, got: Tensor, name: str
     least = (STEPS_OF_DOUBLE if is_double else CANCELLED) * eps * ref.size
     if dtype in HALF:  # dp less delta, of rounded weights
         least = least + torch.finfo(dtype).eps * ref.size / 16
+        if name == "bias" and call.dout is not None:
+            least = least + tangent_of_delta_error(call, ref.found["out"]) * math.sqrt(_scores_of_an_entry(call))
     # Captures may multiply a score's gradient and its tangent by the distance of a query and a key. Signs are of one draw.
     noise = FACTOR * ref.noise[name] if name in call.config.captures and name in ref.noise else None
     verdicts.close(what, got, wanted, budget, FACTOR, rounding, least, noise)
+
+
+def _scores_of_an_entry(call: Any) -> int:
+    """Returns the number of scores that share an entry of the bias."""
+    p = call.problem()
+    sizes = (len(p.q.lengths), call.config.heads, max(p.q.lengths), max(p.kv.lengths))
+    return math.prod(size for size, own in zip(sizes, call.tensors["bias"].shape, strict=True) if own == 1)
 
 
 def _seeds(call: Call) -> dict[str, Tensor]:
