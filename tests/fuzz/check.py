@@ -128,12 +128,7 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
     tanh_error = TANH_ERROR * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
     score_error = ref.largest * eps + tanh_error
     cuts = dtype is torch.float32 and is_cut(config)
-    # A score is a sum of head_dim_qk products of a size of 1, whose roundings stay if the sum cancels or a softcap shrinks it.
-    sum_error = 0.0
-    if dtype is torch.float32:
-        roundings = ROW_STEPS + (config.head_dim_qk / ADDED_AT_ONCE / 2.0 if cuts else 0.0)
-        steepness = STEEPEST.get(config.score_mod or "", 1.0)
-        sum_error = steepness * roundings * eps * abs(problem.scale) * config.head_dim_qk**0.5
+    sum_error = _sum_error(config, problem)
     steps = STEPS_OF_DOUBLE if is_double else STEPS_OF_TENSOR_CORES if cuts else STEPS
     vague = row_of_out(ref.is_vague, config.q_format)
     for name, t in got.items():
@@ -172,6 +167,18 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
             _compare_gradient(verdicts, what, call, name[1:], t, ref, same, problem)
 
 
+def _sum_error(config: Config, problem: Problem) -> float:
+    """Returns the error of a score in float32, which is a relative error of its weight.
+
+    A score is a sum of head_dim_qk products of a size of 1, whose roundings stay if the sum cancels or a softcap shrinks it.
+    """
+    if config.dtype is not torch.float32:
+        return 0.0
+    roundings = ROW_STEPS + (config.head_dim_qk / ADDED_AT_ONCE / 2.0 if is_cut(config) else 0.0)
+    steepness = STEEPEST.get(config.score_mod or "", 1.0)
+    return steepness * roundings * torch.finfo(torch.float32).eps * abs(problem.scale) * config.head_dim_qk**0.5
+
+
 def _compare_gradient(
     verdicts: Verdicts, what: str, call: Call, name: str, got: Tensor, ref: Result, same: Result, problem: Problem
 ) -> None:
@@ -185,7 +192,9 @@ def _compare_gradient(
     steps = STEPS_OF_DOUBLE if config.dtype is torch.float64 else STEPS
     cancelled = (STEPS_OF_DOUBLE if config.dtype is torch.float64 else CANCELLED) * eps / (1.0 - config.dropout_p)
     coarsest = max(torch.finfo(dtype).eps for dtype in (config.dtype, got.dtype))  # out's, which delta is made of, and the result's
-    rounding = torch.where(ref.is_vague.any(), torch.inf, steps * coarsest + cancelled + ref.largest * eps)
+    rounding = torch.where(
+        ref.is_vague.any(), torch.inf, steps * coarsest + cancelled + ref.largest * eps + _sum_error(config, problem)
+    )
     wanted = ref.gradients[name]
     # A score's gradient is a difference of dp and delta, sums over head_dim_v. In half types delta is made of out once that is
     # rounded, which plain torch does not do: where few rows are summed its luck is no budget. Of one visible key out is v, and
@@ -203,7 +212,9 @@ def _compare_gradient(
     if noise is not None and name != "q":  # it adds up over queries with the signs of one draw, as plain torch's error does
         noise = GRADIENT_FACTOR * noise
     if name in ("q", "k"):
-        least = torch.where(wanted.any(), 0.0, NOTHING)
+        terms = ref.num_scores * leaf.shape[-1] / max(1, leaf.numel())
+        flushed = torch.finfo(torch.float32).tiny * DP * max(1.0, terms) ** 0.5  # weights below the normal numbers may be 0
+        least = torch.where(wanted.any(), flushed, NOTHING)
     elif name == "v":
         rounded = torch.as_tensor(delta_error * problem.scale, dtype=torch.float64, device=got.device)
         least = torch.where(wanted.any(), rounded, rounded.clamp(min=NOTHING))
