@@ -213,8 +213,10 @@ def _compare_gradient(
         noise = GRADIENT_FACTOR * noise
     if name in ("q", "k"):
         terms = ref.num_scores * leaf.shape[-1] / max(1, leaf.numel())
-        flushed = torch.finfo(torch.float32).tiny * DP * max(1.0, terms) ** 0.5  # weights below the normal numbers may be 0
-        least = torch.where(wanted.any(), flushed, NOTHING)
+        lost = torch.finfo(torch.float32).tiny  # weights below the normal numbers may be 0
+        if config.dtype in HALF and problem.softcap:  # 1 - tanh**2, by which a softcap multiplies a score's gradient
+            lost += 2.0 * TANH_ERROR * abs(problem.scale)
+        least = torch.where(wanted.any(), lost * DP * max(1.0, terms) ** 0.5, NOTHING)
     elif name == "v":
         rounded = torch.as_tensor(delta_error * problem.scale, dtype=torch.float64, device=got.device)
         least = torch.where(wanted.any(), rounded, rounded.clamp(min=NOTHING))
