@@ -12,6 +12,7 @@ the first tile's. Needs a GPU; `pip install --no-deps jvp_flash_attention` bring
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,14 @@ TILES: dict[str, Sequence[tuple[int, int, int, int]]] = {  # queries and keys of
     "tangent": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 1), (128, 64, 8, 2)),
     "queries": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (128, 64, 8, 1), (128, 32, 8, 2)),
     "keys": ((32, 128, 8, 2), (32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 8, 1)),
+}
+
+# Of the forward with a tangent, by its head dim: queries and keys of a block, stages of k and v, stages of q, registers
+JOINT_TILES: dict[int, Sequence[tuple[int, int, int, int, int]]] = {
+    64: ((128, 64, 4, 2, 240), (128, 128, 2, 1, 240), (192, 64, 3, 1, 160), (128, 64, 3, 2, 240), (128, 64, 4, 1, 240)),
+    80: ((128, 64, 2, 2, 240), (128, 64, 3, 2, 240), (128, 64, 3, 1, 240), (128, 64, 4, 1, 240)),
+    96: ((128, 64, 2, 2, 240), (128, 64, 3, 1, 240)),
+    128: ((128, 64, 2, 1, 240), (128, 32, 4, 1, 240), (128, 32, 3, 1, 240)),
 }
 
 
@@ -150,6 +159,42 @@ def candidates(kernel: str, shape: tuple[int, ...], device: str = "cuda", tiles:
     return found
 
 
+class Joint(NamedTuple):
+    """The forward with a tangent with a tile, and the results that it writes."""
+
+    run: Callable[[], Tensor]
+    results: tuple[Tensor, ...]
+
+
+def joint_candidates(shape: tuple[int, ...], device: str = "cuda") -> dict[str, Joint]:
+    """Returns the forward with a tangent, with each tile, by the tile."""
+    from flexattn.kernels_triton.common.problem import Problem
+    from flexattn.kernels_triton.common.tiles import HopperTile
+    from flexattn.kernels_triton.hopper.tangent import TangentResults, forward_with_tangent
+    from flexattn.kernels_triton.second_order.launch import Along
+
+    q, k, v, _ = qkv_of(shape, device)
+    problem, along = Problem(q, k, v, softmax_scale=shape[-1] ** -0.5), Along(k, v, q)
+    dim = next(dim for dim in JOINT_TILES if shape[-1] <= dim)
+    found = {}
+    for block_m, block_n, stages, q_stages, registers in JOINT_TILES[dim]:
+        tile = HopperTile(
+            head_dim_qk=dim,
+            head_dim_v=dim,
+            block_m=block_m,
+            block_n=block_n,
+            num_stages=stages,
+            q_stages=q_stages,
+            registers=registers,
+            pingpong=False,
+        )
+        lse = q.new_empty((shape[0], shape[2], shape[1]), dtype=torch.float32)
+        results = TangentResults(torch.empty_like(q), torch.empty_like(q), lse)
+        name = f"{block_m} {block_n} {stages} {q_stages} {registers}"
+        found[name] = Joint(functools.partial(forward_with_tangent, problem, along, results, tile), results)
+    return found
+
+
 def error_of(got: Sequence[Tensor], first: Sequence[Tensor]) -> float:
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, first, strict=True))
 
@@ -166,8 +211,10 @@ def wrong(calls: Mapping[str, Callable[[], Any]], shape: tuple[int, ...], device
 
 
 def measure_tiles(name: str, shape: tuple[int, ...], run: Run) -> None:
-    for kernel, tiles in TILES.items():
-        found = {" ".join(map(str, tile)): c for tile, c in zip(tiles, candidates(kernel, shape), strict=True)}
+    for kernel in (*TILES, "joint"):
+        found: Mapping[str, Candidate | Joint] = joint_candidates(shape)
+        if kernel in TILES:
+            found = {" ".join(map(str, tile)): c for tile, c in zip(TILES[kernel], candidates(kernel, shape), strict=True)}
         samples = time_on_device({tile: candidate.run for tile, candidate in found.items()}, BUDGET_MS)
         first = next(iter(found.values())).results
         for tile, candidate in found.items():
@@ -180,9 +227,15 @@ def measure_tiles(name: str, shape: tuple[int, ...], run: Run) -> None:
 def compile_tiles(shapes: Sequence[tuple[int, ...]]) -> None:
     """Compiles the kernels of all tiles, several at a time."""
     from flexattn.kernels_triton.ahead_of_time.build import build, missing
+    from flexattn.kernels_triton.runtime.launch import recorded_launches
 
     major, minor = torch.cuda.get_device_capability()
     launches = [candidate.launch for shape in shapes for kernel in TILES for candidate in candidates(kernel, shape)]
+    with recorded_launches() as joint:
+        for shape in shapes:
+            for candidate in joint_candidates(shape).values():
+                candidate.run()
+    launches += joint
     build(missing(launches, 10 * major + minor), 10 * major + minor)
 
 

@@ -456,6 +456,27 @@ def few_keys_tile(head_dim_qk: int, head_dim_v: int, keys: int) -> HopperTile | 
     )
 
 
+HOPPER_TANGENT = tuple(
+    HopperTile(
+        head_dim_qk=head_dim,
+        head_dim_v=head_dim,
+        block_m=block_m,
+        block_n=64,
+        num_stages=num_stages,
+        registers=registers,
+        q_stages=q_stages,
+        pingpong=False,
+    )
+    for head_dim, block_m, num_stages, q_stages, registers in (
+        (64, 128, 4, 2, 240),
+        (80, 128, 2, 2, 240),
+        (96, 128, 2, 2, 240),
+        (128, 128, 2, 1, 240),
+    )
+)
+"""Tiles of the forward with a tangent, not measured: q, k and v have tiles of their tangents beside theirs."""
+
+
 HOPPER_WIDE = tuple(
     HopperTile(
         head_dim_qk=head_dim_qk, head_dim_v=512, block_m=64, block_n=64, num_stages=1, registers=240, pingpong=False, is_lazy=True

@@ -45,7 +45,7 @@ def rescaled(acc, correction, META: gl.constexpr):
 
 
 @gluon.jit
-def _row_maximum(s, COLUMNS: gl.constexpr):
+def row_maximum(s, COLUMNS: gl.constexpr):
     # The maximum of a thread's elements is a tree, because each step of a chain waits for the previous one. Then the four threads
     # that share a row combine theirs.
     parts = gl.reshape(s, [s.shape[0], COLUMNS // 32, 4, 4, 2])
@@ -100,7 +100,7 @@ def exponentials(s, highest, row_max, scale_log2, META: gl.constexpr):
 @gluon.jit
 def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
     # Returns (weights in pairs, row maximum, row sum, correction factor of earlier sums)
-    p, new_max, correction = exponentials(qk, _row_maximum(qk, META.BLOCK_N), row_max, scale_log2, META)
+    p, new_max, correction = exponentials(qk, row_maximum(qk, META.BLOCK_N), row_max, scale_log2, META)
     row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
     pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)
     return pairs, new_max, row_sum, correction

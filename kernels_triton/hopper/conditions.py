@@ -20,6 +20,7 @@ from flexattn.kernels_triton.common.tiles import (
     HOPPER_FUSED_160,
     HOPPER_FUSED_192,
     HOPPER_FUSED_FITTED,
+    HOPPER_TANGENT,
     HOPPER_WIDE,
     HopperBackwardTile,
     HopperFused192Tile,
@@ -128,6 +129,22 @@ def _unsupported_device(problem: Problem) -> str | None:
 
 def _unsupported_tile(problem: Problem, tile: HopperTile) -> str | None:
     return unsupported_block_mask(problem, (tile.block_m, tile.block_n)) or unsupported_pages(problem, tile.block_n)
+
+
+def tangent_tile(problem: Problem) -> HopperTile:
+    """Returns the committed tile of the forward with a tangent."""
+    widest = max(problem.q.shape[-1], problem.v.shape[-1])
+    return next(tile for tile in HOPPER_TANGENT if widest <= tile.head_dim_v)
+
+
+def tangent_unsupported(problem: Problem, out: Tensor) -> str | None:
+    """Returns the reason if the forward with a tangent cannot run this problem; None: it can."""
+    x = problem
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return _TOO_WIDE
+    if x.is_modified or x.dropout_p > 0 or x.has_sink or x.page_table is not None:
+        return "it supports only scaled scores with an optional band: no bias, mod, softcap, sink, dropout, block mask or pages"
+    return _unsupported_device(x) or unsupported_operands(x, out)
 
 
 def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:

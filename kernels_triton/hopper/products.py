@@ -26,13 +26,15 @@ def zero_rows(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def score_product(left: Pair, left_slot, right: Pair, stage, zeros, COLUMNS: gl.constexpr, META: gl.constexpr):
-    # Multiplies ROWS rows of q by COLUMNS of k, or rows of k by columns of q
+def score_product(
+    left: Pair, left_slot, right: Pair, stage, acc, COLUMNS: gl.constexpr, META: gl.constexpr, ADDS: gl.constexpr = False
+):
+    # Multiplies ROWS rows of q by COLUMNS of k, or rows of k by columns of q. ADDS: the product is added to acc
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
     left0 = left.first.index(left_slot).reshape([ROWS, QK0])
     right0 = right.first.index(stage).reshape([COLUMNS, QK0])
-    s = warpgroup_mma(left0, right0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(left0, right0.permute([1, 0]), acc, use_acc=ADDS, is_async=True)
     if QK1 > 0:
         left1 = left.second.index(left_slot).reshape([ROWS, QK1])
         right1 = right.second.index(stage).reshape([COLUMNS, QK1])

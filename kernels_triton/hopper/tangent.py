@@ -1,0 +1,373 @@
+"""Forward attention with the tangent of its results on Hopper (sm_90) in Gluon, in one kernel of six products for 16 bits.
+
+One warp loads by TMA, and each of two or three consumer warpgroups has 64 queries, as in `hopper/forward.py`. `second_order/tangent`
+has the formulas. Weights are relative to the maximum so far, and tangents of scores to their mean so far. Both change with each
+block of keys, and earlier sums follow them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from flexattn.kernels_triton.common.arguments import Pointer
+from flexattn.kernels_triton.common.exponents import LN2, LOG2E
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.row_tiles import Place
+from flexattn.kernels_triton.common.sequences import sequence_of
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tiles import HopperTile
+from flexattn.kernels_triton.gluon import pipeline
+from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
+from flexattn.kernels_triton.gluon.conditions import tiles_and_room
+from flexattn.kernels_triton.gluon.descriptors import Step, readable, step_of
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Results
+from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments, forward_meta
+from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads, statistics_row, store_lse
+from flexattn.kernels_triton.gluon.forward_work import (
+    TileMessage,
+    blocks_of_tile,
+    num_tiles_of_programs,
+    pack_tile,
+    received_tile,
+    tile_of_work,
+)
+from flexattn.kernels_triton.gluon.masking import band_of_sequence, mask_keys
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles, keep_pairs, pack_pairs, unpack_pairs
+from flexattn.kernels_triton.gluon.pairs import (
+    Pair,
+    allocate_key_pair,
+    allocate_pair,
+    load_pair,
+    origin_of,
+    pair_bytes,
+    pair_descriptor,
+)
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_forward_barriers, skip_blocks
+from flexattn.kernels_triton.gluon.softmax import exponentials, row_maximum
+from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, is_tile, receive_tile
+from flexattn.kernels_triton.gluon.work_order import forward_work
+from flexattn.kernels_triton.hopper.conditions import tangent_tile
+from flexattn.kernels_triton.hopper.forward_parts import store_out, zero_parts
+from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+from flexattn.kernels_triton.second_order.launch import Along
+
+
+class Twin(NamedTuple):
+    """Descriptors of a tensor and of its tangent, with their `step_of`."""
+
+    given: Pair
+    tangent: Pair
+    step: Step
+    tangent_step: Step
+
+
+class TwinTiles(NamedTuple):
+    """Tiles of a tensor and of its tangent in shared memory."""
+
+    given: Pair
+    tangent: Pair
+
+
+class TangentArguments(NamedTuple):
+    call: Arguments  # without descriptors and steps
+    q: Twin
+    k: Twin
+    v: Twin
+    out: Twin
+    tlse_ptr: Pointer  # the tangent of lse, in its layout
+
+
+class TangentBuffers(NamedTuple):
+    q: TwinTiles
+    k: TwinTiles
+    v: TwinTiles
+    out: gl.shared_memory_descriptor  # for out and then its tangent: the first columns, and the second ones or ()
+    out1: gl.shared_memory_descriptor
+    barriers: ForwardBarriers
+
+
+class Columns(NamedTuple):
+    """Sums over keys for some columns of v."""
+
+    out: gl.tensor  # sum of p v
+    tangent: gl.tensor  # sum of p (t - mean) v + p tv; t: tangent of the logit
+
+
+@gluon.jit
+def _load_twin(twin: Twin, tiles: TwinTiles, place: Place, full, slot, META: gl.constexpr):
+    BYTES: gl.constexpr = pair_bytes(twin.given.first.block_type.nbytes, twin.given.second.block_type.nbytes, META.QK1)
+    mbarrier.expect(full, 2 * BYTES)
+    origin = origin_of(twin.step, place.start, place.h, place.b)
+    load_pair(twin.given, origin, place.length, place.first, full, tiles.given, slot, META)
+    origin = origin_of(twin.tangent_step, place.start, place.h, place.b)
+    load_pair(twin.tangent, origin, place.length, place.first, full, tiles.tangent, slot, META)
+
+
+@gluon.jit
+def _load_partition(args: TangentArguments, buffers: TangentBuffers, META: gl.constexpr):
+    call, barriers = args.call, buffers.barriers
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    IS_ALONE: gl.constexpr = call.work.table_ptr is None  # a program has one tile
+    amount = num_tiles_of_programs(call, META)
+    n_block = 0
+    n_tile = 0
+    t = gl.program_id(0)
+    while t < amount:
+        tile = tile_of_work(t, amount, call, META)
+        sequence = sequence_of(call.lengths_q, call.lengths_kv, tile.b, META)
+        band = band_of_sequence(call.band, sequence.len_q, sequence.len_kv)
+        num_blocks, block_range = blocks_of_tile(tile, (), band, call, META)
+        message = TileMessage(
+            first_row=tile.first_row,
+            h=tile.h,
+            b=tile.b,
+            split=tile.split,
+            start_q=sequence.start_q,
+            len_q=sequence.len_q,
+            len_kv=sequence.len_kv,
+            split_end=tile.split_end,
+            part=tile.part,
+            cut=(),
+            unmasked=(),
+            descales=(),
+        )
+        broadcast_tile(pack_tile(message, META), n_tile, barriers, META)
+        q_stage = Stage(n_tile, META.Q_STAGES)
+        for consumer in gl.static_range(CONSUMERS):
+            first = tile.first_row + consumer * ROWS
+            slot = consumer + pipeline.index(q_stage) * CONSUMERS
+            mbarrier.wait(barriers.q_empty.index(slot), pipeline.phase(q_stage) ^ 1)
+            place = Place(b=tile.b, h=tile.h, start=sequence.start_q, first=first, length=sequence.len_q)
+            _load_twin(args.q, buffers.q, place, barriers.q_full.index(slot), slot, META)
+        h_kv = tile.h // call.work.group_size
+        for n in range(num_blocks):
+            first = key_block(num_blocks - 1 - n, block_range, META)[0]
+            place = Place(b=tile.b, h=h_kv, start=sequence.start_kv, first=first, length=sequence.len_kv)
+            stage = Stage(n_block, META.STAGES)
+            slot = pipeline.index(stage)
+            pipeline.wait_empty(barriers.k_empty, stage)
+            _load_twin(args.k, buffers.k, place, barriers.k_full.index(slot), slot, META)
+            pipeline.wait_empty(barriers.v_empty, stage)
+            _load_twin(args.v, buffers.v, place, barriers.v_full.index(slot), slot, META)
+            n_block += 1
+        if IS_ALONE:
+            t = amount
+        else:
+            t = gl.atomic_add(call.work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        n_tile += 1
+    broadcast_end(n_tile, barriers, META)
+
+
+@gluon.jit
+def _moved(sums: Columns, correction, step):
+    # Returns the sums for the new maximum and mean. step: the change of the mean
+    ROW: gl.constexpr = gl.SliceLayout(1, sums.out.type.layout)
+    correction = gl.convert_layout(correction, ROW)[:, None]
+    out = sums.out * correction
+    return Columns(out=out, tangent=sums.tangent * correction - gl.convert_layout(step, ROW)[:, None] * out)
+
+
+@gluon.jit
+def _begin_products(sums: Columns, p, weighted, v, tv):
+    # Returns the sums with a block's products, which are in flight
+    out = warpgroup_mma(p, v, sums.out, is_async=True)
+    tangent = warpgroup_mma(weighted, v, sums.tangent, is_async=True)
+    return Columns(out=out, tangent=warpgroup_mma(p, tv, tangent, is_async=True))
+
+
+@gluon.jit
+def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER: gl.constexpr, META: gl.constexpr):
+    call, barriers = args.call, buffers.barriers
+    k, v = buffers.k, buffers.v
+    DTYPE: gl.constexpr = v.given.first.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    P: gl.constexpr = gl.DotOperandLayout(0, product_layout(QK0), 2)
+    IN_FLIGHT: gl.constexpr = 4 if QK1 > 0 else 2  # products of the tangents behind those of the scores
+    zeros = zero_rows(BLOCK_N)
+    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    scale = call.scores.scale
+    factor = gl.maximum(scale * LOG2E, 1e-37)  # a hidden score is -inf, and -inf * 0 would be NaN
+    n_block = 0
+    n_tile = 0
+    numbers = receive_tile(n_tile, barriers, META)
+    while is_tile(numbers):
+        received = received_tile(numbers, call, META)
+        tile, band = received.tile, received.band
+        m_start = tile.first_row + CONSUMER * ROWS
+        skipped, num_blocks, block_range = blocks_of_consumer(m_start, received.num_blocks, received.block_range, band, META)
+        rows, h = rows_and_heads(m_start, tile.h, band.len_q, ROW, META)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)  # in units of log2
+        row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
+        row_tangent = row_sum  # sum of p t
+        mean = row_sum  # row_tangent / row_sum
+        acc, acc1 = zero_parts(META)
+        sums = Columns(out=acc, tangent=acc)
+        sums1 = ()
+        if QK1 > 0:
+            sums1 = Columns(out=acc1, tangent=acc1)
+        q_stage = Stage(n_tile, META.Q_STAGES)
+        q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
+        mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
+        if META.SKIPS:
+            n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
+        for iteration in range(num_blocks):
+            column = key_block(num_blocks - 1 - iteration, block_range, META)[0]
+            stage = Stage(n_block, META.STAGES)
+            slot = pipeline.index(stage)
+            pipeline.wait_full(barriers.k_full, stage)
+            s = score_product(buffers.q.given, q_slot, k.given, slot, zeros, BLOCK_N, META)
+            t = score_product(buffers.q.tangent, q_slot, k.given, slot, zeros, BLOCK_N, META)
+            t = score_product(buffers.q.given, q_slot, k.tangent, slot, t, BLOCK_N, META, True)
+            s = warpgroup_mma_wait(IN_FLIGHT, deps=[s])
+            s = mask_keys(s, rows, column + block_columns, band, META)
+            p, row_max, correction = exponentials(s, row_maximum(s, BLOCK_N), row_max, factor, META)
+            row_sum = row_sum * correction + gl.sum(p, 1)
+            t = warpgroup_mma_wait(0, deps=[t])
+            pipeline.release(barriers.k_empty, stage)
+            t = t * scale
+            row_tangent = row_tangent * correction + gl.sum(p * t, 1)
+            new_mean = row_tangent / gl.where(row_sum == 0.0, 1.0, row_sum)
+            pairs = pack_pairs(p, ROWS, BLOCK_N, DTYPE)
+            weighted_pairs = pack_pairs(p * (t - new_mean[:, None]), ROWS, BLOCK_N, DTYPE)
+            sums = _moved(sums, correction, new_mean - mean)
+            if QK1 > 0:
+                sums1 = _moved(sums1, correction, new_mean - mean)
+            mean = new_mean
+            p16 = unpack_pairs(pairs, ROWS, BLOCK_N, P, DTYPE)
+            weighted = unpack_pairs(weighted_pairs, ROWS, BLOCK_N, P, DTYPE)
+            pipeline.wait_full(barriers.v_full, stage)
+            v0 = v.given.first.index(slot).reshape([BLOCK_N, QK0])
+            tv0 = v.tangent.first.index(slot).reshape([BLOCK_N, QK0])
+            sums = _begin_products(sums, p16, weighted, v0, tv0)
+            if QK1 > 0:
+                v1 = v.given.second.index(slot).reshape([BLOCK_N, QK1])
+                tv1 = v.tangent.second.index(slot).reshape([BLOCK_N, QK1])
+                sums1 = _begin_products(sums1, p16, weighted, v1, tv1)
+                out, tangent, out1, tangent1 = warpgroup_mma_wait(0, deps=[sums.out, sums.tangent, sums1.out, sums1.tangent])
+                sums1 = Columns(out=out1, tangent=tangent1)
+            else:
+                out, tangent = warpgroup_mma_wait(0, deps=[sums.out, sums.tangent])
+            sums = Columns(out=out, tangent=tangent)
+            keep_pairs(pairs)
+            keep_pairs(weighted_pairs)
+            pipeline.release(barriers.v_empty, stage)
+            n_block += 1
+        mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
+        if META.SKIPS:
+            n_block = skip_blocks(received.num_blocks - skipped - num_blocks, n_block, barriers, CONSUMER, META)
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)
+        lse_row = statistics_row(received, CONSUMER, rows, h, call, META)
+        store_lse(row_max, row_sum_or_1, lse_row, rows, received, call, META)
+        gl.store(args.tlse_ptr + lse_row + rows, mean, mask=rows < band.len_q)
+        rescale = gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, product_layout(QK0)))[:, None]
+        token, head = received.start_q + tile.b * args.out.step.tokens, tile.h + tile.b * args.out.step.heads
+        buffer = buffers.out.index(CONSUMER)
+        store_out(sums.out * rescale, 0, token, band.len_q, m_start, head, args.out.given.first, buffer)
+        store_out(sums.tangent * rescale, 0, token, band.len_q, m_start, head, args.out.tangent.first, buffer)
+        if QK1 > 0:
+            buffer = buffers.out1.index(CONSUMER)
+            rescale = gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, product_layout(QK1)))[:, None]
+            store_out(sums1.out * rescale, QK0, token, band.len_q, m_start, head, args.out.given.second, buffer)
+            store_out(sums1.tangent * rescale, QK0, token, band.len_q, m_start, head, args.out.tangent.second, buffer)
+        n_tile += 1
+        numbers = receive_tile(n_tile, barriers, META)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _allocate_twin(NUM: gl.constexpr, twin: Twin, META: gl.constexpr):
+    return TwinTiles(given=allocate_pair(NUM, twin.given, META), tangent=allocate_pair(NUM, twin.tangent, META))
+
+
+@gluon.jit
+def _allocate_key_twin(twin: Twin, META: gl.constexpr):
+    return TwinTiles(given=allocate_key_pair(twin.given, META), tangent=allocate_key_pair(twin.tangent, META))
+
+
+@hopper_kernel
+def _attn_tangent_hopper_kernel(args: TangentArguments, META: gl.constexpr):
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    REGISTERS: gl.constexpr = META.REGISTERS
+    out1 = ()
+    if META.QK1 > 0:
+        out1 = allocate_tiles(CONSUMERS, args.out.given.second)
+    buffers = TangentBuffers(
+        q=_allocate_twin(CONSUMERS * META.Q_STAGES, args.q, META),
+        k=_allocate_key_twin(args.k, META),
+        v=_allocate_key_twin(args.v, META),
+        out=allocate_tiles(CONSUMERS, args.out.given.first),
+        out1=out1,
+        barriers=allocate_forward_barriers(CONSUMERS, CONSUMERS, META),
+    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_compute_partition, (args, buffers, 0, META)),
+                (_compute_partition, (args, buffers, 1, META)),
+                (_load_partition, (args, buffers, META)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_load_partition, (args, buffers, META)),
+                (_compute_partition, (args, buffers, 0, META)),
+                (_compute_partition, (args, buffers, 1, META)),
+                (_compute_partition, (args, buffers, 2, META)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
+
+
+class TangentResults(NamedTuple):
+    """Memory for out and its tangent, in one layout, and for lse."""
+
+    out: Tensor
+    tout: Tensor
+    lse: Tensor
+
+
+def forward_with_tangent(problem: Problem, along: Along, results: TangentResults, tile: HopperTile | None = None) -> Tensor:
+    """Launches the kernel for a call that `conditions.tangent_unsupported` does not reject. Returns the tangent of lse."""
+    x, tile = problem, tile or tangent_tile(problem)
+    out, tout, lse = results
+    tlse = torch.zeros_like(lse) if x.has_padding_q else torch.empty_like(lse)
+    meta = forward_meta(x, tile, 1, Cut(False, False))
+    tiles, processors = tiles_and_room(x, tile, 1)
+    work = forward_work(x, tile.block_m, 1, has_table=tiles > processors)
+    stored = Results(lse_ptr=lse, max_logit_ptr=None, parts_ptr=None, whole_lse_ptr=None, out=None)
+    widths = (meta.QK0, meta.QK1)
+
+    def twin_of(given: Tensor, tangent: Tensor, rows: int) -> Twin:
+        pairs = (pair_descriptor(t, rows, widths) for t in (given, tangent))
+        return Twin(*pairs, step_of(given), step_of(tangent))
+
+    args = TangentArguments(
+        call=forward_arguments(x, None, None, stored, work, SplitKeys(None, None)),
+        q=twin_of(x.q, readable(along.q), ROWS.value),
+        k=twin_of(x.k, readable(along.k), tile.block_n),
+        v=twin_of(x.v, readable(along.v), tile.block_n),
+        out=twin_of(out, tout, ROWS.value),
+        tlse_ptr=tlse,
+    )
+    programs = min(processors, tiles)
+    launch(_attn_tangent_hopper_kernel, programs, x.device, Tile(tile.block_m, tile.block_n, 4, tile.num_stages), (args, meta))
+    if x.has_padding_q:
+        zero_padding(x, out, "q", lse)
+        zero_padding(x, tout, "q")
+    return tlse
