@@ -182,8 +182,10 @@ def _second_order(spec: AttentionSpec, x: Operands, forward: Decision) -> str | 
         return None
     if forward.backend != "triton":
         return "torch operations"
-    reason = triton_second_order.unsupported(spec, x, spec.needs_bias_grad)
-    return "triton" if reason is None else f"torch operations, because {reason}"
+    if reason := triton_second_order.unsupported(spec, x, spec.needs_bias_grad):
+        return f"torch operations, because {reason}"
+    reason = triton_second_order.joint_unsupported_on_device(spec, x)
+    return "triton" if reason else "triton, with a jvp and its forward in one kernel"
 
 
 def directions_of(spec: AttentionSpec) -> tuple[Direction, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from flexattn.dispatch import triton_backend
+from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, TANGENT, Program
 from flexattn.dispatch.second_order import Along, Second, SecondMod
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
@@ -51,6 +51,34 @@ def tangent(spec: AttentionSpec, x: Operands, lse: Tensor, along: Along, mod: Se
     call, incoming = _modified(spec, x, along, mod), Incoming(lse.contiguous())
     sums = attention_tangent(call, _along(spec, x, along), incoming, _rows(tout, spec.q_format))
     return tout, sums.mu_ptr
+
+
+def joint_unsupported(spec: AttentionSpec, x: Operands) -> str | None:
+    """Returns why no kernel computes a call's forward and tangent together, or None if one does. The call is not `unsupported`."""
+    if reason := triton_backend.policy_of(spec).portable_only:
+        return reason
+    from flexattn.kernels_triton.hopper.conditions import tangent_unsupported  # here, because its import takes time
+
+    if spec.return_max_logit or spec.results.fp32_out or options.check_values():
+        return "it returns neither max_logit nor out in fp32, and FLEXATTN_CHECK=1 does not check it"
+    return tangent_unsupported(triton_backend.to_problem(spec, x))
+
+
+def joint_unsupported_on_device(spec: AttentionSpec, x: Operands) -> str | None:
+    """Returns `joint_unsupported` for operands on the spec's device, which may be absent."""
+    with torch.no_grad(), triton_backend.recorded_on(spec):
+        return joint_unsupported(spec, triton_backend.on_meta(x))
+
+
+def joint(spec: AttentionSpec, x: Operands, along: Along) -> tuple[Tensor, ...]:
+    """Returns out, lse, max_logit, which is empty, and the tangents of out and lse."""
+    from flexattn.kernels_triton.hopper.tangent import TangentResults, forward_with_tangent
+
+    x = x._replace(out=None)
+    (out, lse, max_logit), tout = empty_outputs(spec, x), empty_outputs(spec, x)[0]
+    results = TangentResults(as_bshd(out, spec.q_format), as_bshd(tout, spec.q_format), lse)
+    tlse = forward_with_tangent(triton_backend.to_problem(spec, x), _along(spec, x, along), results)
+    return out, lse, max_logit, tout, tlse
 
 
 class Given(NamedTuple):

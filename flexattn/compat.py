@@ -82,6 +82,18 @@ def is_differentiated(t: Tensor) -> bool:
         t = _functorch.get_unwrapped(t)
 
 
+def is_forward_mode_innermost() -> bool:
+    """Returns whether forward mode, or torch.func.jvp, is the innermost transform. Then `unpack_dual` finds its tangents."""
+    if forward_mode_level() < 0:
+        return False
+    innermost = innermost_transform()
+    return innermost is None or innermost.key() == _functorch.TransformType.Jvp
+
+
+unpack_dual: Callable[[Tensor], tuple[Tensor, Tensor | None]] = forward_ad.unpack_dual
+make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual
+
+
 # Dispatch keys and the settings of a thread.
 DispatchKey = _C.DispatchKey
 DispatchKeySet = _C.DispatchKeySet

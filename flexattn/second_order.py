@@ -4,6 +4,9 @@ Each Function has derivatives in terms of the others. `Attend` returns out and l
 `Backward`, whose derivatives are `DoubleBackward`. The gradient of `Tangent` is both: <dout, J t> has the gradient J^T dout for t,
 and H t for the inputs (`dispatch.second_order`). `DoubleBackward` has a derivative only in the direction, in which it is linear.
 
+A call whose tensors carry tangents of the innermost level is `AttendAlong`, a function of both: one kernel may compute out and its
+tangent. `Attend` has no tangents of its level when it runs, but its arguments may have those of an outer one.
+
 A plain call does not come here: its Function calls `differentiable`, only if its gradients are made with create_graph=True.
 """
 
@@ -98,7 +101,17 @@ def attention(x: Operands, settings: ops.Settings) -> tuple[Tensor, Tensor, Tens
     refuse(x, settings)
     wanted = [t is not None and t.is_floating_point() for t in second_order.inputs(x)]
     settings = settings._replace(needs_grad=True, needs_bias_grad=x.bias is not None)
-    return Attend.apply(Call(x, settings, wanted), *ops.tensors_of(x))  # type: ignore[no-any-return, no-untyped-call]
+    call, tensors = Call(x, settings, wanted), ops.tensors_of(x)
+    if compat.is_forward_mode_innermost():
+        duals = [(t, None) if t is None or not t.is_floating_point() else compat.unpack_dual(t) for t in tensors]
+        along = call.gathered([tangent for _, tangent in duals])
+        # A graph of this level may be differentiated within it, and then its saved tensors need their tangents: `Attend` has them.
+        is_recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t, _ in duals)
+        if not is_recorded and any(t is not None for t in along):
+            found = AttendAlong.apply(call, *(primal for primal, _ in duals), *along)  # type: ignore[no-untyped-call]
+            out, lse, max_logit, tout, tlse = found
+            return compat.make_dual(out, tout), compat.make_dual(lse, tlse), max_logit
+    return Attend.apply(call, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def differentiable(x: Operands, settings: ops.Settings, gradients: Tensors, incoming: ops.Incoming) -> list[Tensor | None]:
@@ -165,6 +178,63 @@ class Attend(_WithRule):
         return tout, tlse, None
 
 
+class AttendAlong(_WithRule):
+    """out, lse, max_logit and the tangents of out and lse, of (call, *tensors, *tangents of the wanted tensors)."""
+
+    @staticmethod
+    def forward(call: Call, *rest: Tensor | None) -> tuple[Tensor, ...]:
+        tensors, along = rest[: call.ends[1]], call.along(rest[call.ends[1] :])
+        x = call.operands(tensors)
+        spec = call.spec_of(x)
+        if call.runs_kernels(spec, x, [False] * len(along)) and not triton_second_order.joint_unsupported(spec, x):
+            ops.check_operands(spec, x)
+            results = triton_second_order.joint(spec, x, along)
+            for observe in ops.observers:
+                observe("forward", spec, call.settings.backend, x)
+            return results
+        results = Attend.forward(call, *tensors)
+        return *results, *Tangent.forward(call, *results[:2], *rest)
+
+    @staticmethod
+    def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, *tensors = inputs
+        out, lse, max_logit, _, _ = output
+        ctx.mark_non_differentiable(max_logit)
+        _save(ctx, out, lse, *tensors)
+
+    @staticmethod
+    def backward(
+        ctx: FunctionContext, dout: Tensor | None, dlse: Tensor | None, _: object, dtout: Tensor | None, dtlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        call, saved = ctx.call, ctx.saved_tensors  # once: checkpointing gives them only once
+        out, lse, *rest = saved
+        tensors = rest[: call.ends[1]]
+        of_tensors: list[Tensor | None] = [None] * len(tensors)
+        of_tangents: list[Tensor | None] = [None] * (len(rest) - len(tensors))
+        if dout is not None or dlse is not None:
+            dout = torch.zeros_like(out) if dout is None else dout
+            of_tensors = call.scattered(Backward.apply(call, out, lse, dout, dlse, *tensors))  # type: ignore[no-untyped-call]
+        if dtout is not None or dtlse is not None:
+            second, of_tangents = Tangent.gradients(call, saved, dtout, dtlse)
+            of_tensors = [b if a is None else a if b is None else a + b for a, b in zip(of_tensors, second, strict=True)]
+        return None, *of_tensors, *of_tangents
+
+    @staticmethod
+    def jvp(ctx: FunctionContext, *_: Tensor | None) -> NoReturn:
+        raise RuntimeError(FORWARD_TWICE)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+        call, *rest = arguments
+        dims = in_dims[1:]
+        if any(dim is not None for dim in dims[: call.ends[1]]):
+            return super().vmap(info, in_dims, *arguments)
+        # once for all tangents, as of jacfwd
+        results = Attend.apply(call, *rest[: call.ends[1]])  # type: ignore[no-untyped-call]
+        found, _ = Tangent.vmap(info, (None, None, None, *dims), call, *results[:2], *rest)
+        return (*results, *found), (None, None, None, 0, 0)
+
+
 class Tangent(_WithRule):
     """The tangents of out and lse, of (call, out, lse, *tensors, *tangents of the wanted tensors)."""
 
@@ -184,13 +254,22 @@ class Tangent(_WithRule):
 
     @staticmethod
     def backward(ctx: FunctionContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, (out, lse, *rest) = ctx.call, ctx.saved_tensors
+        of_tensors, of_tangents = Tangent.gradients(ctx.call, ctx.saved_tensors, dout, dlse)
+        return None, None, None, *of_tensors, *of_tangents
+
+    @staticmethod
+    def gradients(
+        call: Call, saved: Tensors, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Returns the gradients of the tensors and of the tangents. saved: the inputs behind the call. dout, dlse: of the results."""
+        out, lse, *rest = saved
+        assert out is not None
         tensors, tangents = rest[: call.ends[1]], rest[call.ends[1] :]
         dout = torch.zeros_like(out) if dout is None else dout
         _, _, *hessian = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
         transposed = Backward.apply(call, out, lse, dout, dlse, *tensors)  # type: ignore[no-untyped-call]
-        given = (gradient if t is not None else None for gradient, t in zip(transposed, tangents, strict=True))
-        return None, None, None, *call.scattered(hessian), *given
+        given = [gradient if t is not None else None for gradient, t in zip(transposed, tangents, strict=True)]
+        return call.scattered(hessian), given
 
     @staticmethod
     def jvp(ctx: FunctionContext, *_: Tensor | None) -> NoReturn:
@@ -333,9 +412,10 @@ def refuse_own_dropout(spec: AttentionSpec, settings: ops.Settings, x: Operands)
 
 def _run_as_they_are() -> None:
     """Keeps torch.compile, which has no double backward, from tracing these functions, by a graph break."""
-    for function in (attention, differentiable, _WithRule.vmap.__func__, _NoThird.vmap):  # type: ignore[attr-defined]
+    rules = (_WithRule.vmap.__func__, AttendAlong.vmap.__func__, _NoThird.vmap)  # type: ignore[attr-defined]
+    for function in (attention, differentiable, *rules):
         compat.runs_as_it_is(function)
-    for cls in (Attend, Tangent, Backward, DoubleBackward, _NoThird):
+    for cls in (Attend, AttendAlong, Tangent, Backward, DoubleBackward, _NoThird):
         for method in (cls.forward, cls.setup_context, cls.backward, cls.jvp):
             compat.runs_as_it_is(method)
 

@@ -137,14 +137,14 @@ def tangent_tile(problem: Problem) -> HopperTile:
     return next(tile for tile in HOPPER_TANGENT if widest <= tile.head_dim_v)
 
 
-def tangent_unsupported(problem: Problem, out: Tensor) -> str | None:
+def tangent_unsupported(problem: Problem) -> str | None:
     """Returns the reason if the forward with a tangent cannot run this problem; None: it can."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return _TOO_WIDE
     if x.is_modified or x.dropout_p > 0 or x.has_sink or x.page_table is not None:
         return "it supports only scaled scores with an optional band: no bias, mod, softcap, sink, dropout, block mask or pages"
-    return _unsupported_device(x) or unsupported_operands(x, out)
+    return _unsupported_device(x) or unsupported_operands(x, x.q)  # out is contiguous
 
 
 def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:

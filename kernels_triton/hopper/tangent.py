@@ -1,8 +1,9 @@
-"""Forward attention with the tangent of its results on Hopper (sm_90) in Gluon, in one kernel of six products for 16 bits.
+"""Forward attention and the tangent of its results on Hopper (sm_90) in Gluon, in 16 bits: one kernel of six products.
 
-One warp loads by TMA, and each of two or three consumer warpgroups has 64 queries, as in `hopper/forward.py`. `second_order/tangent`
-has the formulas. Weights are relative to the maximum so far, and tangents of scores to their mean so far. Both change with each
-block of keys, and earlier sums follow them.
+As in `hopper/forward.py`, one warp loads by TMA, and each consumer warpgroup has 64 queries. The formulas are those of
+`second_order/tangent.py`, with an online softmax. Weights are relative to the maximum so far, and tangents of scores to their mean
+so far. Both change with each block of keys, and earlier sums follow them. Consumers alternate between arithmetic and products, so
+that one multiplies while another computes weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.arguments import Pointer
-from flexattn.kernels_triton.common.exponents import LN2, LOG2E
+from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.row_tiles import Place
 from flexattn.kernels_triton.common.sequences import sequence_of

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from flexattn import attention
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import second_order, triton_backend
 from flexattn.dispatch.spec import as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HOPPER_TANGENT, HopperTile
-from flexattn.kernels_triton.hopper import tangent
-from flexattn.kernels_triton.hopper.conditions import tangent_tile
+from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.hopper import conditions, tangent
+from flexattn.kernels_triton.hopper.conditions import tangent_unsupported
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.kernels_triton.second_order.launch import Along
@@ -32,7 +34,7 @@ def run(seed: int, call: dict[str, Any], dims: tuple[int, int], tile: HopperTile
     generator = torch.Generator().manual_seed(seed)
     # A tangent of all keys alike shifts the tangents of a row's scores, which cancels in the results.
     along = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in (x.q, x.k, x.v)]
-    along[1] += 3 * torch.randn(t.shape[-1:] if (t := x.k) is not None else (), generator=generator).to(x.k.dtype)
+    along[1] += 3 * torch.randn(x.k.shape[-1:], generator=generator).to(x.k.dtype)
     with emulated(seed, tangent) as reports:
         problem = triton_backend.to_problem(spec, x)
         (out, lse, _), tout = empty_outputs(spec, x), empty_outputs(spec, x)[0]
@@ -62,3 +64,72 @@ def test_emulated(dims: tuple[int, int]) -> None:
     seed = sum(dims) // 8
     run(seed, WINDOW, dims, qkv_format="thd", gap=3, **UNEVEN)
     run(seed + 1, {}, dims, **DENSE)
+
+
+@without_gpu
+def test_attention_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.func.jvp of attention() launches one kernel, whose results have first derivatives."""
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy())
+    monkeypatch.setattr(conditions, "capability_of", lambda device: 90)
+    inputs = make_inputs(
+        lengths_q=[70], lengths_kv=[70], num_heads=2, num_heads_kv=1, head_dim_qk=64, head_dim_v=64, dtype=torch.bfloat16
+    )
+    generator = torch.Generator().manual_seed(3)
+    qkv = inputs[:3]
+    along = tuple(torch.randn(t.shape, generator=generator).to(t.dtype) for t in qkv)
+    weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
+
+    def run(backend: str, dtype: torch.dtype, **options: Any) -> Any:
+        leaf = weight.to(dtype)
+        q, k, v = (t.to(dtype) for t in qkv)
+        tangents = tuple(t.to(dtype) for t in along)
+        return torch.func.jvp(
+            lambda q, k, v: attention(q * leaf, k, v, causal=True, backend=backend, **options), (q, k, v), tangents
+        )
+
+    exact = run("eager", torch.float64)
+    budget = run("eager", torch.bfloat16)
+    with emulated(5, tangent) as reports:
+        got = run("triton", torch.bfloat16)
+    assert len(reports) == 1
+    for name, t, ref, same in zip(("out", "tout"), got, exact, budget, strict=True):
+        check_close(name, t.detach(), ref.detach(), same.detach(), factor=GRADIENT_FACTOR)
+    gradients = []
+    for out, tout in (got, exact):
+        (gradient,) = torch.autograd.grad(out.sum() + tout.square().sum(), weight, retain_graph=True)
+        gradients.append(float(gradient))
+    assert gradients[0] == pytest.approx(gradients[1], rel=2e-2)
+    run("triton", torch.bfloat16, softcap=20.0)  # other calls keep the forward with the portable kernel
+
+
+def test_other_calls_are_refused() -> None:
+    q = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16, device="meta")
+
+    def reason(q: torch.Tensor = q, **options: Any) -> str:
+        with pretended_device(90, 132):
+            return str(tangent_unsupported(Problem(q, q, q, softmax_scale=0.1, **options)))
+
+    assert reason() == reason(window_left=10, window_right=0) == "None"
+    assert "up to 128" in reason(q.new_empty(2, 256, 4, 136))
+    assert "not float32" in reason(q.float())
+    for options in ({"softcap": 1.0}, {"has_sink": True}, {"dropout_p": 0.5}):
+        assert "only scaled scores" in reason(**options)
+    with pretended_device(80, 108):
+        assert "sm_90" in str(tangent_unsupported(Problem(q, q, q, softmax_scale=0.1)))
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    """The committed tiles neither spill more than a few registers nor have products in series."""
+    requests = []
+    for tile in HOPPER_TANGENT:
+        q = torch.empty(2, 1024, 16, tile.head_dim_v, dtype=torch.bfloat16, device="meta")
+        memory = tangent.TangentResults(q, q, torch.empty(2, 16, 1024, device="meta"))
+        with pretended_device(90, 132), recorded_launches() as launches:
+            tangent.forward_with_tangent(Problem(q, q, q, softmax_scale=0.1, window_right=0), Along(q, q, q), memory, tile)
+        requests.append(request_for(launches[-1], 90))
+    for report in compile_sound(requests):
+        assert report.spill_store_bytes <= 32
+        assert not report.warnings
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT
+        assert set(report.matrix_instructions) == {"HGMMA"}
