@@ -34,6 +34,7 @@ CELLS = {
     "DiT-XL/2": (256, 256, 16, 72),
     "8 x 2048": (8, 2048, 16, 128),
     "8 x 2048, 64": (8, 2048, 16, 64),
+    "8 x 2048, 96": (8, 2048, 16, 96),
     "1 x 16384": (1, 16384, 16, 128),
 }
 BUDGET_MS = 300.0  # device time of each call
@@ -47,12 +48,26 @@ TILES: dict[str, Sequence[tuple[int, int, int, int]]] = {  # queries and keys of
     "keys": ((32, 128, 8, 2), (32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 8, 1)),
 }
 
-# Of the forward with a tangent, by its head dim: queries and keys of a block, stages of k and v, stages of q, registers
-JOINT_TILES: dict[int, Sequence[tuple[int, int, int, int, int]]] = {
-    64: ((128, 64, 4, 2, 240), (128, 128, 2, 1, 240), (192, 64, 3, 1, 160), (128, 64, 3, 2, 240), (128, 64, 4, 1, 240)),
-    80: ((128, 64, 2, 2, 240), (128, 64, 3, 2, 240), (128, 64, 3, 1, 240), (128, 64, 4, 1, 240)),
-    96: ((128, 64, 2, 2, 240), (128, 64, 3, 1, 240)),
-    128: ((128, 64, 2, 1, 240), (128, 32, 4, 1, 240), (128, 32, 3, 1, 240)),
+# Of the forward with a tangent, by its head dim: queries and keys of a block, stages of k and v, stages of q, registers, is lazy
+JOINT_TILES: dict[int, Sequence[tuple[int, int, int, int, int, bool]]] = {
+    64: (
+        (128, 128, 2, 1, 240, False),
+        (128, 128, 2, 1, 240, True),
+        (128, 64, 4, 2, 240, False),
+        (128, 64, 4, 2, 240, True),
+        (192, 64, 3, 1, 160, False),
+        (192, 64, 3, 1, 160, True),
+    ),
+    80: (
+        (128, 64, 2, 2, 240, False),
+        (128, 64, 3, 2, 240, False),
+        (128, 64, 3, 2, 240, True),
+        (128, 64, 4, 1, 240, False),
+        (128, 128, 2, 1, 240, False),
+        (128, 128, 2, 1, 240, True),
+    ),
+    96: ((128, 64, 2, 2, 240, False), (128, 64, 3, 1, 240, False), (128, 64, 3, 1, 240, True)),
+    128: ((128, 64, 2, 1, 240, False), (128, 64, 2, 1, 240, True), (128, 32, 4, 1, 240, False)),
 }
 
 
@@ -177,7 +192,7 @@ def joint_candidates(shape: tuple[int, ...], device: str = "cuda") -> dict[str, 
     problem, along = Problem(q, k, v, softmax_scale=shape[-1] ** -0.5), Along(k, v, q)
     dim = next(dim for dim in JOINT_TILES if shape[-1] <= dim)
     found = {}
-    for block_m, block_n, stages, q_stages, registers in JOINT_TILES[dim]:
+    for block_m, block_n, stages, q_stages, registers, is_lazy in JOINT_TILES[dim]:
         tile = HopperTile(
             head_dim_qk=dim,
             head_dim_v=dim,
@@ -187,10 +202,11 @@ def joint_candidates(shape: tuple[int, ...], device: str = "cuda") -> dict[str, 
             q_stages=q_stages,
             registers=registers,
             pingpong=False,
+            is_lazy=is_lazy,
         )
         lse = q.new_empty((shape[0], shape[2], shape[1]), dtype=torch.float32)
         results = TangentResults(torch.empty_like(q), torch.empty_like(q), lse)
-        name = f"{block_m} {block_n} {stages} {q_stages} {registers}"
+        name = f"{block_m} {block_n} {stages} {q_stages} {registers}{' lazy' if is_lazy else ''}"
         found[name] = Joint(functools.partial(forward_with_tangent, problem, along, results, tile), results)
     return found
 

@@ -40,7 +40,7 @@ class Invariants(NamedTuple):
 
 
 @gluon.jit
-def _mask(s, rows, columns, column, m_start, band: SequenceBand, META: gl.constexpr):
+def mask_block(s, rows, columns, column, m_start, band: SequenceBand, META: gl.constexpr):
     # Masks by the band and the sequence's end; a scalar branch, so that blocks which neither cuts do not pay for it.
     QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
     is_cut = column + META.BLOCK_N > band.len_kv
@@ -60,7 +60,7 @@ def visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, 
     i, j = same.rows[:, None], columns[None, :]
     s, factor, _cap_tanh, _score = logits(qk, i, j, same.scale, same.head, MODS, META)
     if IS_CUT:
-        s = _mask(s, same.rows, columns, column, same.m_start, same.band, META)
+        s = mask_block(s, same.rows, columns, column, same.m_start, same.band, META)
     if IS_CUT or META.BLOCK_SIZE_Q == 0:
         if META.ASKS_OF_BLOCKS:
             QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP

@@ -29,7 +29,7 @@ from flexattn.kernels_triton.gluon.conditions import tiles_and_room
 from flexattn.kernels_triton.gluon.descriptors import Step, readable, step_of
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Results
 from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments, forward_meta
-from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads, statistics_row, store_lse
+from flexattn.kernels_triton.gluon.forward_rows import mask_block, rows_and_heads, statistics_row, store_lse
 from flexattn.kernels_triton.gluon.forward_work import (
     TileMessage,
     blocks_of_tile,
@@ -38,7 +38,7 @@ from flexattn.kernels_triton.gluon.forward_work import (
     received_tile,
     tile_of_work,
 )
-from flexattn.kernels_triton.gluon.masking import band_of_sequence, mask_keys
+from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles, keep_pairs, pack_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import (
     Pair,
@@ -50,7 +50,7 @@ from flexattn.kernels_triton.gluon.pairs import (
     pair_descriptor,
 )
 from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_forward_barriers, skip_blocks
-from flexattn.kernels_triton.gluon.softmax import exponentials, row_maximum
+from flexattn.kernels_triton.gluon.softmax import exponentials, rescaled, row_maximum
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, is_tile, receive_tile
 from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.hopper.conditions import tangent_tile
@@ -99,7 +99,7 @@ class Columns(NamedTuple):
     """Sums over keys for some columns of v."""
 
     out: gl.tensor  # sum of p v
-    tangent: gl.tensor  # sum of p (t - mean) v + p tv; t: tangent of the logit
+    tangent: gl.tensor  # sum of p (t - mean) v + p tv; t: the tangent of the logit
 
 
 @gluon.jit
@@ -168,12 +168,10 @@ def _load_partition(args: TangentArguments, buffers: TangentBuffers, META: gl.co
 
 
 @gluon.jit
-def _moved(sums: Columns, correction, step):
+def _moved(sums: Columns, correction, step, META: gl.constexpr):
     # Returns the sums for the new maximum and mean. step: the change of the mean
-    ROW: gl.constexpr = gl.SliceLayout(1, sums.out.type.layout)
-    correction = gl.convert_layout(correction, ROW)[:, None]
-    out = sums.out * correction
-    return Columns(out=out, tangent=sums.tangent * correction - gl.convert_layout(step, ROW)[:, None] * out)
+    out, tangent = rescaled(sums.out, correction, META), rescaled(sums.tangent, correction, META)
+    return Columns(out=out, tangent=tangent - gl.convert_layout(step, gl.SliceLayout(1, out.type.layout))[:, None] * out)
 
 
 @gluon.jit
@@ -211,8 +209,8 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
         rows, h = rows_and_heads(m_start, tile.h, band.len_q, ROW, META)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)  # in units of log2
         row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
-        row_tangent = row_sum  # sum of p t
-        mean = row_sum  # row_tangent / row_sum
+        row_tangent = row_sum  # sum of p t, before the scale
+        mean = row_sum  # of t with the scale
         acc, acc1 = zero_parts(META)
         sums = Columns(out=acc, tangent=acc)
         sums1 = ()
@@ -232,19 +230,18 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
             t = score_product(buffers.q.tangent, q_slot, k.given, slot, zeros, BLOCK_N, META)
             t = score_product(buffers.q.given, q_slot, k.tangent, slot, t, BLOCK_N, META, True)
             s = warpgroup_mma_wait(IN_FLIGHT, deps=[s])
-            s = mask_keys(s, rows, column + block_columns, band, META)
+            s = mask_block(s, rows, column + block_columns, column, m_start, band, META)
             p, row_max, correction = exponentials(s, row_maximum(s, BLOCK_N), row_max, factor, META)
             row_sum = row_sum * correction + gl.sum(p, 1)
             t = warpgroup_mma_wait(0, deps=[t])
             pipeline.release(barriers.k_empty, stage)
-            t = t * scale
             row_tangent = row_tangent * correction + gl.sum(p * t, 1)
-            new_mean = row_tangent / gl.where(row_sum == 0.0, 1.0, row_sum)
+            new_mean = row_tangent * scale / gl.where(row_sum == 0.0, 1.0, row_sum)
             pairs = pack_pairs(p, ROWS, BLOCK_N, DTYPE)
-            weighted_pairs = pack_pairs(p * (t - new_mean[:, None]), ROWS, BLOCK_N, DTYPE)
-            sums = _moved(sums, correction, new_mean - mean)
+            weighted_pairs = pack_pairs(p * (t * scale - new_mean[:, None]), ROWS, BLOCK_N, DTYPE)
+            sums = _moved(sums, correction, new_mean - mean, META)
             if QK1 > 0:
-                sums1 = _moved(sums1, correction, new_mean - mean)
+                sums1 = _moved(sums1, correction, new_mean - mean, META)
             mean = new_mean
             p16 = unpack_pairs(pairs, ROWS, BLOCK_N, P, DTYPE)
             weighted = unpack_pairs(weighted_pairs, ROWS, BLOCK_N, P, DTYPE)
