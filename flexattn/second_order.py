@@ -261,7 +261,7 @@ class Tangent(_WithRule):
     def gradients(
         call: Call, saved: Tensors, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Returns the gradients of the tensors and of the tangents, from those of the results. saved: the inputs behind the call."""
+        """Returns the gradients of the tensors and of the tangents. saved: the inputs behind the call. dout, dlse: results'."""
         out, lse, *rest = saved
         assert out is not None
         tensors, tangents = rest[: call.ends[1]], rest[call.ends[1] :]
