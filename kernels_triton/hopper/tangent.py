@@ -96,7 +96,7 @@ class TangentBuffers(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Sums over keys for some columns of v."""
+    """Sums over keys for some columns of v; () for the second part of a head dim with one part."""
 
     out: gl.tensor  # sum of p v
     tangent: gl.tensor  # sum of p (t - mean) v + p tv; t: the tangent of the logit
@@ -212,10 +212,7 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
         row_tangent = row_sum  # sum of p t, before the scale
         mean = row_sum  # of t with the scale
         acc, acc1 = zero_parts(META)
-        sums = Columns(out=acc, tangent=acc)
-        sums1 = ()
-        if QK1 > 0:
-            sums1 = Columns(out=acc1, tangent=acc1)
+        sums, sums1 = Columns(out=acc, tangent=acc), Columns(out=acc1, tangent=acc1)
         q_stage = Stage(n_tile, META.Q_STAGES)
         q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
         mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
@@ -352,8 +349,8 @@ def forward_with_tangent(problem: Problem, along: Along, results: TangentResults
     widths = (meta.QK0, meta.QK1)
 
     def twin_of(given: Tensor, tangent: Tensor, rows: int) -> Twin:
-        pairs = (pair_descriptor(t, rows, widths) for t in (given, tangent))
-        return Twin(*pairs, step_of(given), step_of(tangent))
+        first, second = (pair_descriptor(t, rows, widths) for t in (given, tangent))
+        return Twin(first, second, step_of(given), step_of(tangent))
 
     args = TangentArguments(
         call=forward_arguments(x, None, None, stored, work, SplitKeys(None, None)),
