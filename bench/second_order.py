@@ -11,6 +11,7 @@ the first tile's. Needs a GPU; `pip install --no-deps jvp_flash_attention` bring
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import importlib.util
@@ -48,26 +49,33 @@ TILES: dict[str, Sequence[tuple[int, int, int, int]]] = {  # queries and keys of
     "keys": ((32, 128, 8, 2), (32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 8, 1)),
 }
 
-# Of the forward with a tangent, by its head dim: queries and keys of a block, stages of k and v, stages of q, registers, is lazy
-JOINT_TILES: dict[int, Sequence[tuple[int, int, int, int, int, bool]]] = {
+# Changes of the committed tile of the forward with a tangent, by its head dim
+JOINT_TILES: dict[int, Sequence[dict[str, Any]]] = {
     64: (
-        (128, 128, 2, 1, 240, False),
-        (128, 128, 2, 1, 240, True),
-        (128, 64, 4, 2, 240, False),
-        (128, 64, 4, 2, 240, True),
-        (192, 64, 3, 1, 160, False),
-        (192, 64, 3, 1, 160, True),
+        {},
+        {"pingpong": False},
+        {"out_parts": 2},
+        {"is_lazy": False},
+        {"block_n": 64, "num_stages": 3, "q_stages": 2},
+        {"block_m": 192, "block_n": 64, "num_stages": 3, "registers": 160, "out_parts": 2},
     ),
     80: (
-        (128, 64, 2, 2, 240, False),
-        (128, 64, 3, 2, 240, False),
-        (128, 64, 3, 2, 240, True),
-        (128, 64, 4, 1, 240, False),
-        (128, 128, 2, 1, 240, False),
-        (128, 128, 2, 1, 240, True),
+        {},
+        {"is_lazy": True},
+        {"pingpong": True},
+        {"pingpong": True, "is_lazy": True},
+        {"num_stages": 3, "q_stages": 1},
+        {"num_stages": 3, "out_parts": 2},
+        {"block_n": 128, "q_stages": 1, "out_parts": 2, "pingpong": True},
     ),
-    96: ((128, 64, 2, 2, 240, False), (128, 64, 3, 1, 240, False), (128, 64, 3, 1, 240, True)),
-    128: ((128, 64, 2, 1, 240, False), (128, 64, 2, 1, 240, True), (128, 32, 4, 1, 240, False)),
+    96: (
+        {},
+        {"pingpong": False},
+        {"is_lazy": False},
+        {"q_stages": 1, "num_stages": 3},
+        {"q_stages": 1, "out_parts": 1},
+    ),
+    128: ({}, {"pingpong": False}, {"is_lazy": False}),
 }
 
 
@@ -184,29 +192,19 @@ class Joint(NamedTuple):
 def joint_candidates(shape: tuple[int, ...], device: str = "cuda") -> dict[str, Joint]:
     """Returns the forward with a tangent, with each tile, by the tile."""
     from flexattn.kernels_triton.common.problem import Problem
-    from flexattn.kernels_triton.common.tiles import HopperTile
+    from flexattn.kernels_triton.hopper.conditions import tangent_tile
     from flexattn.kernels_triton.hopper.tangent import TangentResults, forward_with_tangent
     from flexattn.kernels_triton.second_order.launch import Along
 
     q, k, v, _ = qkv_of(shape, device)
     problem, along = Problem(q, k, v, softmax_scale=shape[-1] ** -0.5), Along(k, v, q)
-    dim = next(dim for dim in JOINT_TILES if shape[-1] <= dim)
+    lse_shape = (shape[0], shape[2], shape[1])
+    committed = tangent_tile(problem)
     found = {}
-    for block_m, block_n, stages, q_stages, registers, is_lazy in JOINT_TILES[dim]:
-        tile = HopperTile(
-            head_dim_qk=dim,
-            head_dim_v=dim,
-            block_m=block_m,
-            block_n=block_n,
-            num_stages=stages,
-            q_stages=q_stages,
-            registers=registers,
-            pingpong=False,
-            is_lazy=is_lazy,
-        )
-        lse = q.new_empty((shape[0], shape[2], shape[1]), dtype=torch.float32)
-        results = TangentResults(torch.empty_like(q), torch.empty_like(q), lse)
-        name = f"{block_m} {block_n} {stages} {q_stages} {registers}{' lazy' if is_lazy else ''}"
+    for changes in JOINT_TILES[committed.head_dim_v]:
+        results = TangentResults(torch.empty_like(q), torch.empty_like(q), lse=q.new_empty(lse_shape, dtype=torch.float32))
+        name = ", ".join(f"{name} {value}" for name, value in changes.items()) or "committed"
+        tile = dataclasses.replace(committed, **changes)
         found[name] = Joint(functools.partial(forward_with_tangent, problem, along, results, tile), results)
     return found
 
@@ -237,7 +235,7 @@ def measure_tiles(name: str, shape: tuple[int, ...], run: Run) -> None:
             times, error = quartiles([1e3 * ms for ms in samples[tile].ms]), error_of(candidate.results, first)
             row: Row = {"cell": name, "shape": shape, "kernel": kernel, "tile": tile, "error": error, **times}
             row["status"] = "measured" if error < WORST else "wrong"
-            run.add(row, f"{name:14} {kernel:8} {tile:12} {times['us']:10.0f} us  error {error:.1e}")
+            run.add(row, f"{name:14} {kernel:8} {tile:28} {times['us']:10.0f} us  error {error:.1e}")
 
 
 def compile_tiles(shapes: Sequence[tuple[int, ...]]) -> None:

@@ -460,21 +460,25 @@ HOPPER_TANGENT = tuple(
     HopperTile(
         head_dim_qk=head_dim,
         head_dim_v=head_dim,
-        block_m=block_m,
-        block_n=64,
-        num_stages=num_stages,
-        registers=registers,
+        block_m=128,
+        block_n=block_n,
+        num_stages=2,
+        registers=240,
         q_stages=q_stages,
-        pingpong=False,
+        out_parts=out_parts,
+        pingpong=pingpong,
+        is_lazy=is_lazy,
     )
-    for head_dim, block_m, num_stages, q_stages, registers in (
-        (64, 128, 4, 2, 240),
-        (80, 128, 2, 2, 240),
-        (96, 128, 2, 2, 240),
-        (128, 128, 2, 1, 240),
+    for head_dim, block_n, q_stages, out_parts, pingpong, is_lazy in (
+        (64, 128, 1, 1, True, True),
+        (80, 64, 2, 1, False, False),
+        (96, 64, 2, 2, True, True),
+        (128, 64, 1, 2, True, True),
     )
 )
-"""Tiles of the forward with a tangent, not measured: q, k and v have tiles of their tangents beside theirs."""
+"""Tiles of the forward with a tangent (bench/results/second_order_tiles_h200.json). q, k and v have tiles of their tangents beside
+theirs, and out and its tangent have a buffer each, or one in turn.
+"""
 
 
 HOPPER_WIDE = tuple(

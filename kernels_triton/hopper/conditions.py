@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from flexattn.kernels_triton.common.crossovers import fastest_tile
@@ -133,8 +134,10 @@ def _unsupported_tile(problem: Problem, tile: HopperTile) -> str | None:
 
 def tangent_tile(problem: Problem) -> HopperTile:
     """Returns the committed tile of the forward with a tangent."""
-    widest = max(problem.q.shape[-1], problem.v.shape[-1])
-    return next(tile for tile in HOPPER_TANGENT if widest <= tile.head_dim_v)
+    x = problem
+    tile = next(tile for tile in HOPPER_TANGENT if max(x.q.shape[-1], x.v.shape[-1]) <= tile.head_dim_v)
+    # A lazy maximum lets weights grow to 2**8, and their products with tangents of scores then exceed fp16's range sooner.
+    return replace(tile, is_lazy=False) if x.q.dtype is torch.float16 else tile
 
 
 def tangent_unsupported(problem: Problem) -> str | None:

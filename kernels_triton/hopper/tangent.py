@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.arguments import Pointer
 from flexattn.kernels_triton.common.exponents import LOG2E
@@ -24,9 +24,10 @@ from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile
 from flexattn.kernels_triton.gluon import pipeline
+from flexattn.kernels_triton.gluon.barriers import pass_turn, wait_for_turn
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.gluon.conditions import tiles_and_room
-from flexattn.kernels_triton.gluon.descriptors import Step, readable, step_of
+from flexattn.kernels_triton.gluon.descriptors import Step, readable, step_of, store_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Results
 from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments, forward_meta
 from flexattn.kernels_triton.gluon.forward_rows import mask_block, rows_and_heads, statistics_row, store_lse
@@ -90,7 +91,8 @@ class TangentBuffers(NamedTuple):
     q: TwinTiles
     k: TwinTiles
     v: TwinTiles
-    out: gl.shared_memory_descriptor  # for out and then its tangent: the first columns, and the second ones or ()
+    # for out and its tangent, in turn if `HopperTile.out_parts` is 2: the first columns, and the second ones or ()
+    out: gl.shared_memory_descriptor
     out1: gl.shared_memory_descriptor
     barriers: ForwardBarriers
 
@@ -183,6 +185,46 @@ def _begin_products(sums: Columns, p, weighted, v, tv):
 
 
 @gluon.jit
+def _normalized(sums: Columns, factor):
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, sums.out.type.layout))[:, None]
+    return Columns(out=sums.out * factor, tangent=sums.tangent * factor)
+
+
+@gluon.jit
+def _write(part, tile):
+    tile.reshape(part.shape).store(part.to(tile.dtype))
+
+
+@gluon.jit
+def _store(
+    sums: Columns, sums1: Columns, out: Twin, buffers: TangentBuffers, place: Place, CONSUMER: gl.constexpr, META: gl.constexpr
+):
+    # Stores both parts of out and of its tangent. place: its head and start are those of the descriptors
+    QK0: gl.constexpr = META.QK0
+    token, length, row, head = place.start, place.length, place.first, place.h
+    if META.OUT_PARTS == 1:  # the stores wait only for those of the previous work tile
+        SLOT: gl.constexpr = 2 * CONSUMER
+        tma.store_wait(0)
+        _write(sums.out, buffers.out.index(SLOT))
+        _write(sums.tangent, buffers.out.index(SLOT + 1))
+        if META.QK1 > 0:
+            _write(sums1.out, buffers.out1.index(SLOT))
+            _write(sums1.tangent, buffers.out1.index(SLOT + 1))
+        fence_async_shared()
+        store_rows(out.given.first, token, length, row, head, 0, buffers.out.index(SLOT))
+        store_rows(out.tangent.first, token, length, row, head, 0, buffers.out.index(SLOT + 1))
+        if META.QK1 > 0:
+            store_rows(out.given.second, token, length, row, head, QK0, buffers.out1.index(SLOT))
+            store_rows(out.tangent.second, token, length, row, head, QK0, buffers.out1.index(SLOT + 1))
+    else:
+        store_out(sums.out, 0, token, length, row, head, out.given.first, buffers.out.index(CONSUMER))
+        store_out(sums.tangent, 0, token, length, row, head, out.tangent.first, buffers.out.index(CONSUMER))
+        if META.QK1 > 0:
+            store_out(sums1.out, QK0, token, length, row, head, out.given.second, buffers.out1.index(CONSUMER))
+            store_out(sums1.tangent, QK0, token, length, row, head, out.tangent.second, buffers.out1.index(CONSUMER))
+
+
+@gluon.jit
 def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER: gl.constexpr, META: gl.constexpr):
     call, barriers = args.call, buffers.barriers
     k, v = buffers.k, buffers.v
@@ -198,6 +240,8 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     scale = call.scores.scale
     factor = gl.maximum(scale * LOG2E, 1e-37)  # a hidden score is -inf, and -inf * 0 would be NaN
+    if META.PINGPONG and CONSUMER == META.CONSUMERS - 1:
+        pass_turn(CONSUMER, META.CONSUMERS)  # consumer 0 begins
     n_block = 0
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
@@ -209,8 +253,8 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
         rows, h = rows_and_heads(m_start, tile.h, band.len_q, ROW, META)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)  # in units of log2
         row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
-        row_tangent = row_sum  # sum of p t, before the scale
-        mean = row_sum  # of t with the scale
+        row_tangent = row_sum  # the sum of p t, before the scale
+        mean = row_sum  # the weighted mean of t, with the scale
         acc, acc1 = zero_parts(META)
         sums, sums1 = Columns(out=acc, tangent=acc), Columns(out=acc1, tangent=acc1)
         q_stage = Stage(n_tile, META.Q_STAGES)
@@ -218,6 +262,8 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
         mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
         if META.SKIPS:
             n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
+        if META.PINGPONG:
+            wait_for_turn(CONSUMER)
         for iteration in range(num_blocks):
             column = key_block(num_blocks - 1 - iteration, block_range, META)[0]
             stage = Stage(n_block, META.STAGES)
@@ -226,6 +272,8 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
             s = score_product(buffers.q.given, q_slot, k.given, slot, zeros, BLOCK_N, META)
             t = score_product(buffers.q.tangent, q_slot, k.given, slot, zeros, BLOCK_N, META)
             t = score_product(buffers.q.given, q_slot, k.tangent, slot, t, BLOCK_N, META, True)
+            if META.PINGPONG:
+                pass_turn(CONSUMER, META.CONSUMERS)
             s = warpgroup_mma_wait(IN_FLIGHT, deps=[s])
             s = mask_block(s, rows, column + block_columns, column, m_start, band, META)
             p, row_max, correction = exponentials(s, row_maximum(s, BLOCK_N), row_max, factor, META)
@@ -243,6 +291,8 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
             p16 = unpack_pairs(pairs, ROWS, BLOCK_N, P, DTYPE)
             weighted = unpack_pairs(weighted_pairs, ROWS, BLOCK_N, P, DTYPE)
             pipeline.wait_full(barriers.v_full, stage)
+            if META.PINGPONG:  # kept until the next block's first products are issued
+                wait_for_turn(CONSUMER)
             v0 = v.given.first.index(slot).reshape([BLOCK_N, QK0])
             tv0 = v.tangent.first.index(slot).reshape([BLOCK_N, QK0])
             sums = _begin_products(sums, p16, weighted, v0, tv0)
@@ -259,6 +309,8 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
             keep_pairs(weighted_pairs)
             pipeline.release(barriers.v_empty, stage)
             n_block += 1
+        if META.PINGPONG:
+            pass_turn(CONSUMER, META.CONSUMERS)
         mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
         if META.SKIPS:
             n_block = skip_blocks(received.num_blocks - skipped - num_blocks, n_block, barriers, CONSUMER, META)
@@ -266,19 +318,17 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
         lse_row = statistics_row(received, CONSUMER, rows, h, call, META)
         store_lse(row_max, row_sum_or_1, lse_row, rows, received, call, META)
         gl.store(args.tlse_ptr + lse_row + rows, mean, mask=rows < band.len_q)
-        rescale = gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, product_layout(QK0)))[:, None]
         token, head = received.start_q + tile.b * args.out.step.tokens, tile.h + tile.b * args.out.step.heads
-        buffer = buffers.out.index(CONSUMER)
-        store_out(sums.out * rescale, 0, token, band.len_q, m_start, head, args.out.given.first, buffer)
-        store_out(sums.tangent * rescale, 0, token, band.len_q, m_start, head, args.out.tangent.first, buffer)
+        place = Place(b=0, h=head, start=token, first=m_start, length=band.len_q)
+        sums = _normalized(sums, 1.0 / row_sum_or_1)
         if QK1 > 0:
-            buffer = buffers.out1.index(CONSUMER)
-            rescale = gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, product_layout(QK1)))[:, None]
-            store_out(sums1.out * rescale, QK0, token, band.len_q, m_start, head, args.out.given.second, buffer)
-            store_out(sums1.tangent * rescale, QK0, token, band.len_q, m_start, head, args.out.tangent.second, buffer)
+            sums1 = _normalized(sums1, 1.0 / row_sum_or_1)
+        _store(sums, sums1, args.out, buffers, place, CONSUMER, META)
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)
+    if META.PINGPONG and CONSUMER == 0:
+        wait_for_turn(CONSUMER)
 
 
 @gluon.jit
@@ -295,14 +345,15 @@ def _allocate_key_twin(twin: Twin, META: gl.constexpr):
 def _attn_tangent_hopper_kernel(args: TangentArguments, META: gl.constexpr):
     CONSUMERS: gl.constexpr = META.CONSUMERS
     REGISTERS: gl.constexpr = META.REGISTERS
+    OUT_TILES: gl.constexpr = 2 * CONSUMERS // META.OUT_PARTS
     out1 = ()
     if META.QK1 > 0:
-        out1 = allocate_tiles(CONSUMERS, args.out.given.second)
+        out1 = allocate_tiles(OUT_TILES, args.out.given.second)
     buffers = TangentBuffers(
         q=_allocate_twin(CONSUMERS * META.Q_STAGES, args.q, META),
         k=_allocate_key_twin(args.k, META),
         v=_allocate_key_twin(args.v, META),
-        out=allocate_tiles(CONSUMERS, args.out.given.first),
+        out=allocate_tiles(OUT_TILES, args.out.given.first),
         out1=out1,
         barriers=allocate_forward_barriers(CONSUMERS, CONSUMERS, META),
     )
