@@ -39,7 +39,7 @@ from flexattn.kernels_triton.gluon.forward_work import (
     received_tile,
     tile_of_work,
 )
-from flexattn.kernels_triton.gluon.masking import band_of_sequence
+from flexattn.kernels_triton.gluon.masking import SequenceBand, band_of_sequence
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles, keep_pairs, pack_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import (
     Pair,
@@ -102,6 +102,31 @@ class Columns(NamedTuple):
 
     out: gl.tensor  # sum of p v
     tangent: gl.tensor  # sum of p (t - mean) v + p tv; t: the tangent of the logit
+
+
+class Same(NamedTuple):
+    """Values that are constant for all key blocks of a consumer's queries."""
+
+    rows: gl.tensor
+    block_columns: gl.tensor
+    band: SequenceBand
+    m_start: gl.tensor
+    scale: gl.tensor
+    q_slot: gl.tensor
+    zeros: gl.tensor
+
+
+class Carry(NamedTuple):
+    """Sums between two products with v; the weights of the second product are already computed."""
+
+    p: gl.tensor  # weights, and weights times tangents, in pairs
+    weighted: gl.tensor
+    row_max: gl.tensor  # in units of log2
+    row_sum: gl.tensor
+    row_tangent: gl.tensor  # the sum of p t, before the scale
+    mean: gl.tensor  # the weighted mean of t, with the scale
+    sums: Columns
+    sums1: Columns
 
 
 @gluon.jit
@@ -185,6 +210,116 @@ def _begin_products(sums: Columns, p, weighted, v, tv):
 
 
 @gluon.jit
+def _begin_scores(slot, same: Same, buffers: TangentBuffers, META: gl.constexpr):
+    return score_product(buffers.q.given, same.q_slot, buffers.k.given, slot, same.zeros, META.BLOCK_N, META)
+
+
+@gluon.jit
+def _begin_tangents(slot, same: Same, buffers: TangentBuffers, META: gl.constexpr):
+    q, k = buffers.q, buffers.k
+    t = score_product(q.tangent, same.q_slot, k.given, slot, same.zeros, META.BLOCK_N, META)
+    return score_product(q.given, same.q_slot, k.tangent, slot, t, META.BLOCK_N, META, True)
+
+
+@gluon.jit
+def _weigh(s, t, column, stage: Stage, same: Same, carry: Carry, buffers: TangentBuffers, META: gl.constexpr):
+    # Returns the carry with the weights of the key block at `column`. s and t are in flight
+    DTYPE: gl.constexpr = buffers.v.given.first.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    s = warpgroup_mma_wait(4 if META.QK1 > 0 else 2, deps=[s])
+    s = mask_block(s, same.rows, column + same.block_columns, column, same.m_start, same.band, META)
+    factor = gl.maximum(same.scale * LOG2E, 1e-37)  # a hidden score is -inf, and -inf * 0 would be NaN
+    p, row_max, correction = exponentials(s, row_maximum(s, BLOCK_N), carry.row_max, factor, META)
+    row_sum = carry.row_sum * correction + gl.sum(p, 1)
+    t = warpgroup_mma_wait(0, deps=[t])
+    pipeline.release(buffers.barriers.k_empty, stage)
+    row_tangent = carry.row_tangent * correction + gl.sum(p * t, 1)
+    mean = row_tangent * same.scale / gl.where(row_sum == 0.0, 1.0, row_sum)
+    pairs = pack_pairs(p, ROWS, BLOCK_N, DTYPE)
+    weighted = pack_pairs(p * (t * same.scale - mean[:, None]), ROWS, BLOCK_N, DTYPE)
+    sums = _moved(carry.sums, correction, mean - carry.mean, META)
+    sums1 = carry.sums1
+    if META.QK1 > 0:
+        sums1 = _moved(sums1, correction, mean - carry.mean, META)
+    return Carry(
+        p=pairs,
+        weighted=weighted,
+        row_max=row_max,
+        row_sum=row_sum,
+        row_tangent=row_tangent,
+        mean=mean,
+        sums=sums,
+        sums1=sums1,
+    )
+
+
+@gluon.jit
+def _begin_values(carry: Carry, slot, buffers: TangentBuffers, META: gl.constexpr):
+    # Returns both parts of the sums with a block's products with v and its tangent, which are in flight
+    v = buffers.v
+    DTYPE: gl.constexpr = v.given.first.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    P: gl.constexpr = gl.DotOperandLayout(0, product_layout(META.QK0), 2)
+    p, weighted = unpack_pairs(carry.p, ROWS, BLOCK_N, P, DTYPE), unpack_pairs(carry.weighted, ROWS, BLOCK_N, P, DTYPE)
+    v0 = v.given.first.index(slot).reshape([BLOCK_N, META.QK0])
+    tv0 = v.tangent.first.index(slot).reshape([BLOCK_N, META.QK0])
+    sums, sums1 = _begin_products(carry.sums, p, weighted, v0, tv0), carry.sums1
+    if META.QK1 > 0:
+        v1 = v.given.second.index(slot).reshape([BLOCK_N, META.QK1])
+        tv1 = v.tangent.second.index(slot).reshape([BLOCK_N, META.QK1])
+        sums1 = _begin_products(sums1, p, weighted, v1, tv1)
+    return sums, sums1
+
+
+@gluon.jit
+def _wait_for_values(sums: Columns, sums1: Columns, carry: Carry, IN_FLIGHT: gl.constexpr, META: gl.constexpr):
+    # IN_FLIGHT: later products
+    if META.QK1 > 0:
+        out, tangent, out1, tangent1 = warpgroup_mma_wait(IN_FLIGHT, deps=[sums.out, sums.tangent, sums1.out, sums1.tangent])
+        sums1 = Columns(out=out1, tangent=tangent1)
+    else:
+        out, tangent = warpgroup_mma_wait(IN_FLIGHT, deps=[sums.out, sums.tangent])
+    keep_pairs(carry.p)
+    keep_pairs(carry.weighted)
+    return Columns(out=out, tangent=tangent), sums1
+
+
+@gluon.jit
+def _with_sums(carry: Carry, sums: Columns, sums1: Columns):
+    return Carry(
+        p=carry.p,
+        weighted=carry.weighted,
+        row_max=carry.row_max,
+        row_sum=carry.row_sum,
+        row_tangent=carry.row_tangent,
+        mean=carry.mean,
+        sums=sums,
+        sums1=sums1,
+    )
+
+
+@gluon.jit
+def _iterate(column, n_block, same: Same, carry: Carry, buffers: TangentBuffers, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # Processes the next block of keys. Products with the previous block's values and the next scores are issued together, and the
+    # scores' tangents as soon as the registers of the previous weights are free.
+    barriers = buffers.barriers
+    stage, v_stage = Stage(n_block, META.STAGES), Stage(n_block - 1, META.STAGES)
+    slot = pipeline.index(stage)
+    pipeline.wait_full(barriers.v_full, v_stage)
+    pipeline.wait_full(barriers.k_full, stage)
+    if META.PINGPONG:
+        wait_for_turn(CONSUMER)
+    sums, sums1 = _begin_values(carry, pipeline.index(v_stage), buffers, META)
+    s = _begin_scores(slot, same, buffers, META)
+    sums, sums1 = _wait_for_values(sums, sums1, carry, 2 if META.QK1 > 0 else 1, META)
+    pipeline.release(barriers.v_empty, v_stage)
+    t = _begin_tangents(slot, same, buffers, META)
+    if META.PINGPONG:
+        pass_turn(CONSUMER, META.CONSUMERS)
+    return _weigh(s, t, column, stage, same, _with_sums(carry, sums, sums1), buffers, META)
+
+
+@gluon.jit
 def _normalized(sums: Columns, factor):
     factor = gl.convert_layout(factor, gl.SliceLayout(1, sums.out.type.layout))[:, None]
     return Columns(out=sums.out * factor, tangent=sums.tangent * factor)
@@ -227,19 +362,12 @@ def _store(
 @gluon.jit
 def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER: gl.constexpr, META: gl.constexpr):
     call, barriers = args.call, buffers.barriers
-    k, v = buffers.k, buffers.v
-    DTYPE: gl.constexpr = v.given.first.dtype
+    DTYPE: gl.constexpr = buffers.v.given.first.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
-    QK0: gl.constexpr = META.QK0
-    QK1: gl.constexpr = META.QK1
     SCORES: gl.constexpr = product_layout(BLOCK_N)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    P: gl.constexpr = gl.DotOperandLayout(0, product_layout(QK0), 2)
-    IN_FLIGHT: gl.constexpr = 4 if QK1 > 0 else 2  # products of the tangents behind those of the scores
     zeros = zero_rows(BLOCK_N)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    scale = call.scores.scale
-    factor = gl.maximum(scale * LOG2E, 1e-37)  # a hidden score is -inf, and -inf * 0 would be NaN
     if META.PINGPONG and CONSUMER == META.CONSUMERS - 1:
         pass_turn(CONSUMER, META.CONSUMERS)  # consumer 0 begins
     n_block = 0
@@ -251,77 +379,70 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
         m_start = tile.first_row + CONSUMER * ROWS
         skipped, num_blocks, block_range = blocks_of_consumer(m_start, received.num_blocks, received.block_range, band, META)
         rows, h = rows_and_heads(m_start, tile.h, band.len_q, ROW, META)
-        row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)  # in units of log2
-        row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
-        row_tangent = row_sum  # the sum of p t, before the scale
-        mean = row_sum  # the weighted mean of t, with the scale
-        acc, acc1 = zero_parts(META)
-        sums, sums1 = Columns(out=acc, tangent=acc), Columns(out=acc1, tangent=acc1)
         q_stage = Stage(n_tile, META.Q_STAGES)
-        q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
-        mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
+        same = Same(
+            rows=rows,
+            block_columns=block_columns,
+            band=band,
+            m_start=m_start,
+            scale=call.scores.scale,
+            q_slot=CONSUMER + pipeline.index(q_stage) * META.CONSUMERS,
+            zeros=zeros,
+        )
+        no_weights = pack_pairs(zeros, ROWS, BLOCK_N, DTYPE)
+        row_zeros = gl.zeros([ROWS], gl.float32, layout=ROW)
+        acc, acc1 = zero_parts(META)
+        carry = Carry(
+            p=no_weights,
+            weighted=no_weights,
+            row_max=gl.full([ROWS], float("-inf"), gl.float32, layout=ROW),
+            row_sum=row_zeros,
+            row_tangent=row_zeros,
+            mean=row_zeros,
+            sums=Columns(out=acc, tangent=acc),
+            sums1=Columns(out=acc1, tangent=acc1),
+        )
+        mbarrier.wait(barriers.q_full.index(same.q_slot), pipeline.phase(q_stage))
         if META.SKIPS:
             n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
-        if META.PINGPONG:
-            wait_for_turn(CONSUMER)
-        for iteration in range(num_blocks):
-            column = key_block(num_blocks - 1 - iteration, block_range, META)[0]
+        if num_blocks > 0:
             stage = Stage(n_block, META.STAGES)
             slot = pipeline.index(stage)
             pipeline.wait_full(barriers.k_full, stage)
-            s = score_product(buffers.q.given, q_slot, k.given, slot, zeros, BLOCK_N, META)
-            t = score_product(buffers.q.tangent, q_slot, k.given, slot, zeros, BLOCK_N, META)
-            t = score_product(buffers.q.given, q_slot, k.tangent, slot, t, BLOCK_N, META, True)
+            if META.PINGPONG:
+                wait_for_turn(CONSUMER)
+            s = _begin_scores(slot, same, buffers, META)
+            t = _begin_tangents(slot, same, buffers, META)
             if META.PINGPONG:
                 pass_turn(CONSUMER, META.CONSUMERS)
-            s = warpgroup_mma_wait(IN_FLIGHT, deps=[s])
-            s = mask_block(s, rows, column + block_columns, column, m_start, band, META)
-            p, row_max, correction = exponentials(s, row_maximum(s, BLOCK_N), row_max, factor, META)
-            row_sum = row_sum * correction + gl.sum(p, 1)
-            t = warpgroup_mma_wait(0, deps=[t])
-            pipeline.release(barriers.k_empty, stage)
-            row_tangent = row_tangent * correction + gl.sum(p * t, 1)
-            new_mean = row_tangent * scale / gl.where(row_sum == 0.0, 1.0, row_sum)
-            pairs = pack_pairs(p, ROWS, BLOCK_N, DTYPE)
-            weighted_pairs = pack_pairs(p * (t * scale - new_mean[:, None]), ROWS, BLOCK_N, DTYPE)
-            sums = _moved(sums, correction, new_mean - mean, META)
-            if QK1 > 0:
-                sums1 = _moved(sums1, correction, new_mean - mean, META)
-            mean = new_mean
-            p16 = unpack_pairs(pairs, ROWS, BLOCK_N, P, DTYPE)
-            weighted = unpack_pairs(weighted_pairs, ROWS, BLOCK_N, P, DTYPE)
-            pipeline.wait_full(barriers.v_full, stage)
-            if META.PINGPONG:  # kept until the next block's first products are issued
-                wait_for_turn(CONSUMER)
-            v0 = v.given.first.index(slot).reshape([BLOCK_N, QK0])
-            tv0 = v.tangent.first.index(slot).reshape([BLOCK_N, QK0])
-            sums = _begin_products(sums, p16, weighted, v0, tv0)
-            if QK1 > 0:
-                v1 = v.given.second.index(slot).reshape([BLOCK_N, QK1])
-                tv1 = v.tangent.second.index(slot).reshape([BLOCK_N, QK1])
-                sums1 = _begin_products(sums1, p16, weighted, v1, tv1)
-                out, tangent, out1, tangent1 = warpgroup_mma_wait(0, deps=[sums.out, sums.tangent, sums1.out, sums1.tangent])
-                sums1 = Columns(out=out1, tangent=tangent1)
-            else:
-                out, tangent = warpgroup_mma_wait(0, deps=[sums.out, sums.tangent])
-            sums = Columns(out=out, tangent=tangent)
-            keep_pairs(pairs)
-            keep_pairs(weighted_pairs)
-            pipeline.release(barriers.v_empty, stage)
-            n_block += 1
+            column = key_block(num_blocks - 1, block_range, META)[0]
+            carry = _weigh(s, t, column, stage, same, carry, buffers, META)
+        for iteration in range(1, num_blocks):
+            column = key_block(num_blocks - 1 - iteration, block_range, META)[0]
+            carry = _iterate(column, n_block + iteration, same, carry, buffers, CONSUMER, META)
+        n_block += num_blocks
+        mbarrier.arrive(barriers.q_empty.index(same.q_slot), count=1)
+        if META.PINGPONG:  # also without blocks, as the other consumer counts on it
+            wait_for_turn(CONSUMER)
+        if num_blocks > 0:
+            v_stage = Stage(n_block - 1, META.STAGES)
+            pipeline.wait_full(barriers.v_full, v_stage)
+            sums, sums1 = _begin_values(carry, pipeline.index(v_stage), buffers, META)
+            sums, sums1 = _wait_for_values(sums, sums1, carry, 0, META)
+            pipeline.release(barriers.v_empty, v_stage)
+            carry = _with_sums(carry, sums, sums1)
         if META.PINGPONG:
             pass_turn(CONSUMER, META.CONSUMERS)
-        mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
         if META.SKIPS:
             n_block = skip_blocks(received.num_blocks - skipped - num_blocks, n_block, barriers, CONSUMER, META)
-        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)
+        row_sum_or_1 = gl.where(carry.row_sum == 0.0, 1.0, carry.row_sum)
         lse_row = statistics_row(received, CONSUMER, rows, h, call, META)
-        store_lse(row_max, row_sum_or_1, lse_row, rows, received, call, META)
-        gl.store(args.tlse_ptr + lse_row + rows, mean, mask=rows < band.len_q)
+        store_lse(carry.row_max, row_sum_or_1, lse_row, rows, received, call, META)
+        gl.store(args.tlse_ptr + lse_row + rows, carry.mean, mask=rows < band.len_q)
         token, head = received.start_q + tile.b * args.out.step.tokens, tile.h + tile.b * args.out.step.heads
         place = Place(b=0, h=head, start=token, first=m_start, length=band.len_q)
-        sums = _normalized(sums, 1.0 / row_sum_or_1)
-        if QK1 > 0:
+        sums, sums1 = _normalized(carry.sums, 1.0 / row_sum_or_1), carry.sums1
+        if META.QK1 > 0:
             sums1 = _normalized(sums1, 1.0 / row_sum_or_1)
         _store(sums, sums1, args.out, buffers, place, CONSUMER, META)
         n_tile += 1
