@@ -12,6 +12,7 @@ import torch
 from flexattn import attention
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import second_order, triton_backend
+from flexattn.dispatch.explain import explain
 from flexattn.dispatch.spec import as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.problem import Problem
@@ -63,7 +64,7 @@ def run(seed: int, call: dict[str, Any], dims: tuple[int, int], tile: HopperTile
 @here
 @pytest.mark.parametrize(
     "dims",
-    [(64, 64), pytest.param((72, 80), marks=pytest.mark.slow), (96, 88), pytest.param((128, 128), marks=pytest.mark.slow)],
+    [(96, 88), *(pytest.param(dims, marks=pytest.mark.slow) for dims in ((64, 64), (72, 80), (128, 128)))],
     ids=str,
 )
 def test_equals_the_formulas_in_fp64(dims: tuple[int, int]) -> None:
@@ -136,6 +137,20 @@ def test_other_calls_are_refused() -> None:
         assert "only scaled scores" in reason(**options)
     with pretended_device(80, 108):
         assert "sm_90" in str(tangent_unsupported(Problem(q, q, q, softmax_scale=0.1)))
+
+
+def test_explain_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy())
+
+    inputs = make_inputs(lengths_q=[300], lengths_kv=[300], dtype=torch.bfloat16)
+
+    def told(**options: Any) -> str:
+        spec, x = make_call(inputs, **{"return_max_logit": False} | options)
+        spec = spec._replace(device_type="cuda", capability=(9, 0))
+        return str(explain(spec, "triton", x).second_order)
+
+    assert told() == "triton, with a jvp and its forward in one kernel"
+    assert told(softcap=1.0) == told(return_max_logit=True) == "triton"
 
 
 @pytest.mark.slow
