@@ -157,7 +157,7 @@ Tiles = Mapping[str, Sequence[tuple[int, int, int, int]]]
 
 def candidates(kernel: str, shape: tuple[int, ...], device: str = "cuda", tiles: Tiles = TILES) -> list[Candidate]:
     """Returns a kernel of a double backward with each tile, on the same tensors. The tangent kernel has run for the others."""
-    from flexattn.kernels_triton.common.problem import Problem
+    from flexattn.kernels_triton.common.problem import Along, Problem
     from flexattn.kernels_triton.portable.forward import attention_forward
     from flexattn.kernels_triton.runtime.device import Tile
     from flexattn.kernels_triton.runtime.launch import make, recorded_launches
@@ -165,7 +165,7 @@ def candidates(kernel: str, shape: tuple[int, ...], device: str = "cuda", tiles:
     from flexattn.kernels_triton.second_order import tiles as second
 
     q, k, v, dout = qkv_of(shape, device)
-    call, along = launch.Modified(Problem(q, k, v, softmax_scale=shape[-1] ** -0.5)), launch.Along(k, v, q)
+    call, along = launch.Modified(Problem(q, k, v, softmax_scale=shape[-1] ** -0.5)), Along(k, v, q)
     lse = q.new_empty((shape[0], shape[2], shape[1]), dtype=torch.float32)
     attention_forward(call.problem, torch.empty_like(q), lse)
     found = []
@@ -191,10 +191,9 @@ class Joint(NamedTuple):
 
 def joint_candidates(shape: tuple[int, ...], device: str = "cuda") -> dict[str, Joint]:
     """Returns the forward with a tangent, with each tile, by the tile."""
-    from flexattn.kernels_triton.common.problem import Problem
+    from flexattn.kernels_triton.common.problem import Along, Problem
     from flexattn.kernels_triton.hopper.conditions import tangent_tile
     from flexattn.kernels_triton.hopper.tangent import TangentResults, forward_with_tangent
-    from flexattn.kernels_triton.second_order.launch import Along
 
     q, k, v, _ = qkv_of(shape, device)
     problem, along = Problem(q, k, v, softmax_scale=shape[-1] ** -0.5), Along(k, v, q)

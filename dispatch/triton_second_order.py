@@ -17,6 +17,7 @@ from flexattn.dispatch.second_order import Along, Second, SecondMod
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
+    from flexattn.kernels_triton.common import problem
     from flexattn.kernels_triton.second_order import launch
 
 WIDEST = 256
@@ -179,8 +180,8 @@ def _rows(t: Tensor, fmt: str) -> Tensor:
     return as_bshd(t if t.stride(-1) == 1 and t.is_contiguous() else t.contiguous(), fmt)
 
 
-def _along(spec: AttentionSpec, x: Operands, along: Along) -> launch.Along:
-    from flexattn.kernels_triton.second_order.launch import Along as Tangents
+def _along(spec: AttentionSpec, x: Operands, along: Along) -> problem.Along:
+    from flexattn.kernels_triton.common.problem import Along as Tangents
 
     q, k, v = (
         _rows(torch.zeros_like(given, memory_format=torch.contiguous_format) if t is None else t, fmt)

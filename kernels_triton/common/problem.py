@@ -603,6 +603,16 @@ class Backward(NamedTuple):
     deterministic: bool = False  # gradients are bitwise identical from run to run
 
 
+class Along(NamedTuple):
+    """Tangents of the inputs, in their shapes; q's, k's and v's with a contiguous last dim."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    softmax_offset: Tensor | None = None
+
+
 class Aligned(Protocol):
     """Constants of a kernel that say of how many elements all strides are multiples."""
 

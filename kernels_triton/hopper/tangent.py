@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexattn.kernels_triton.common.arguments import Pointer
 from flexattn.kernels_triton.common.exponents import LOG2E
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Along, Problem
 from flexattn.kernels_triton.common.row_tiles import Place
 from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
@@ -59,7 +59,6 @@ from flexattn.kernels_triton.hopper.forward_parts import store_out, zero_parts
 from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
-from flexattn.kernels_triton.second_order.launch import Along
 
 
 class Twin(NamedTuple):

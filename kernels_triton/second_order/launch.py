@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels_triton.common.capture_sums import sum_addends
-from flexattn.kernels_triton.common.problem import Meta, Problem, bias_rows, rows
+from flexattn.kernels_triton.common.problem import Along, Meta, Problem, bias_rows, rows
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
 from flexattn.kernels_triton.runtime.launch import launch
@@ -28,16 +28,6 @@ from flexattn.kernels_triton.second_order.score_gradients import (
 )
 from flexattn.kernels_triton.second_order.tangent import TangentArguments, _attn_tangent_kernel
 from flexattn.kernels_triton.second_order.tiles import Bends, RowSums, Tangents, Tiles, tiles_for
-
-
-class Along(NamedTuple):
-    """Tangents of the inputs, in their shapes; q's, k's and v's with a contiguous last dim."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None = None
-    softmax_offset: Tensor | None = None
 
 
 class Incoming(NamedTuple):

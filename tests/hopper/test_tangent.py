@@ -15,14 +15,13 @@ from flexattn.dispatch import second_order, triton_backend
 from flexattn.dispatch.explain import explain
 from flexattn.dispatch.spec import as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Along, Problem
 from flexattn.kernels_triton.common.tiles import HOPPER_TANGENT, HopperTile
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import conditions, tangent
 from flexattn.kernels_triton.hopper.conditions import tangent_unsupported
 from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.kernels_triton.second_order.launch import Along
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs
 from tests.support.compiled_kernels import compile_sound
 from tests.support.gluon_calls import HARMLESS, UNEVEN, check_results, without_gpu

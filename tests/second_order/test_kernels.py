@@ -17,10 +17,10 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import second_order, triton_second_order
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Along, Problem
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.kernels_triton.second_order.launch import Along, Incoming, Modified, Wanted, attention_double_backward
+from flexattn.kernels_triton.second_order.launch import Incoming, Modified, Wanted, attention_double_backward
 from flexattn.kernels_triton.second_order.tiles import tiles_for
 from flexattn.mods.second import second
 from flexattn.mods.trace import trace_mods
