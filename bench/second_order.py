@@ -53,29 +53,31 @@ TILES: dict[str, Sequence[tuple[int, int, int, int]]] = {  # queries and keys of
 JOINT_TILES: dict[int, Sequence[dict[str, Any]]] = {
     64: (
         {},
-        {"pingpong": False},
-        {"out_parts": 2},
+        {"pingpong": True},
+        {"out_parts": 1},
+        {"out_parts": 1, "pingpong": True},
         {"is_lazy": False},
-        {"block_n": 64, "num_stages": 3, "q_stages": 2},
-        {"block_m": 192, "block_n": 64, "num_stages": 3, "registers": 160, "out_parts": 2},
+        {"block_n": 64, "num_stages": 3, "q_stages": 2, "out_parts": 1},
+        {"block_m": 192, "block_n": 64, "num_stages": 3, "registers": 160},
     ),
     80: (
         {},
         {"is_lazy": True},
         {"pingpong": True},
-        {"pingpong": True, "is_lazy": True},
-        {"num_stages": 3, "q_stages": 1},
-        {"num_stages": 3, "out_parts": 2},
-        {"block_n": 128, "q_stages": 1, "out_parts": 2, "pingpong": True},
+        {"num_stages": 2, "out_parts": 1},
+        {"num_stages": 2, "out_parts": 1, "pingpong": True},
+        {"q_stages": 1, "out_parts": 1},
+        {"block_n": 128, "num_stages": 2, "q_stages": 1, "pingpong": True},
     ),
     96: (
         {},
-        {"pingpong": False},
+        {"pingpong": True},
         {"is_lazy": False},
-        {"q_stages": 1, "num_stages": 3},
-        {"q_stages": 1, "out_parts": 1},
+        {"num_stages": 2, "q_stages": 2},
+        {"num_stages": 2, "q_stages": 2, "pingpong": True},
+        {"num_stages": 2, "out_parts": 1},
     ),
-    128: ({}, {"pingpong": False}, {"is_lazy": False}),
+    128: ({}, {"pingpong": True}, {"is_lazy": False}, {"is_lazy": False, "pingpong": True}),
 }
 
 

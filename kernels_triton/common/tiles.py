@@ -462,22 +462,22 @@ HOPPER_TANGENT = tuple(
         head_dim_v=head_dim,
         block_m=128,
         block_n=block_n,
-        num_stages=2,
+        num_stages=num_stages,
         registers=240,
         q_stages=q_stages,
-        out_parts=out_parts,
-        pingpong=pingpong,
+        out_parts=2,
+        pingpong=False,
         is_lazy=is_lazy,
     )
-    for head_dim, block_n, q_stages, out_parts, pingpong, is_lazy in (
-        (64, 128, 1, 1, True, True),
-        (80, 64, 2, 1, False, False),
-        (96, 64, 2, 2, True, True),
-        (128, 64, 1, 2, True, True),
+    for head_dim, block_n, num_stages, q_stages, is_lazy in (
+        (64, 128, 2, 1, True),
+        (80, 64, 3, 2, False),
+        (96, 64, 3, 1, True),
+        (128, 64, 2, 1, True),
     )
 )
-"""Tiles of the forward with a tangent (bench/results/second_order_tiles_h200.json). q, k and v have tiles of their tangents beside
-theirs, and out and its tangent have a buffer each, or one in turn.
+"""Tiles of the forward with a tangent. q, k and v have tiles of their tangents beside theirs. Out and its tangent pass through one
+buffer in turn, or have one each if `out_parts` is 1. `bench/second_order.py --tiles` times other tiles.
 """
 
 

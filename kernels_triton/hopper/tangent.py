@@ -90,7 +90,7 @@ class TangentBuffers(NamedTuple):
     q: TwinTiles
     k: TwinTiles
     v: TwinTiles
-    # for out and its tangent, in turn if `HopperTile.out_parts` is 2: the first columns, and the second ones or ()
+    # for out and its tangent, in turn if META.OUT_PARTS is 2: the first columns, and the second ones or ()
     out: gl.shared_memory_descriptor
     out1: gl.shared_memory_descriptor
     barriers: ForwardBarriers

@@ -67,19 +67,19 @@ def run(seed: int, call: dict[str, Any], dims: tuple[int, int], tile: HopperTile
     ids=str,
 )
 def test_equals_the_formulas_in_fp64(dims: tuple[int, int]) -> None:
-    """Packed sequences of all kinds, and blocks that no edge cuts."""
+    """Packed sequences of all kinds, and blocks that no edge cuts, for which consumers take turns."""
     seed = sum(dims) // 8
     run(seed, WINDOW, dims, qkv_format="thd", gap=3, **UNEVEN)
     tile = next(tile for tile in HOPPER_TANGENT if max(dims) <= tile.head_dim_v)
-    run(seed + 1, {}, dims, replace(tile, is_lazy=True), **DENSE)
+    run(seed + 1, {}, dims, replace(tile, is_lazy=not tile.is_lazy, pingpong=True), **DENSE)
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the emulator runs smaller calls above")
 @pytest.mark.parametrize("dim", [40, 64, 72, 96, 128])
-@pytest.mark.parametrize("is_lazy", [False, True])
-def test_long_sequences_on_a_gpu(dim: int, is_lazy: bool) -> None:
+@pytest.mark.parametrize("pingpong", [False, True])
+def test_long_sequences_on_a_gpu(dim: int, pingpong: bool) -> None:
     """Programs have several tiles, and rings of keys go round many times."""
-    tile = replace(next(tile for tile in HOPPER_TANGENT if dim <= tile.head_dim_v), is_lazy=is_lazy)
+    tile = replace(next(tile for tile in HOPPER_TANGENT if dim <= tile.head_dim_v), pingpong=pingpong)
     shape = {"lengths_q": [1500] * 3, "lengths_kv": [1700] * 3, "num_heads": 8, "num_heads_kv": 4}
     run(dim, {}, (dim, dim), tile, **shape)
     run(dim + 1, {"attn_mask_type": "causal"}, (dim, dim), tile, **shape, qkv_format="bhsd", dtype=torch.float16)
@@ -173,7 +173,7 @@ def test_compiled() -> None:
             tangent.forward_with_tangent(Problem(q, q, q, softmax_scale=0.1, window_right=0), Along(q, q, q), memory, tile)
         requests.append(request_for(launches[-1], 90))
     for report in compile_sound(requests):
-        assert report.spill_store_bytes <= 32
+        assert report.spill_store_bytes <= 64
         assert not report.warnings
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90]
         assert set(report.matrix_instructions) == {"HGMMA"}
