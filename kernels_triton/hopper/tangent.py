@@ -2,8 +2,8 @@
 
 As in `hopper/forward.py`, one warp loads by TMA, and each consumer warpgroup has 64 queries. The formulas are those of
 `second_order/tangent.py`, with an online softmax. Weights are relative to the maximum so far, and tangents of scores to their mean
-so far. Both change with each block of keys, and earlier sums follow them. Consumers alternate between arithmetic and products, so
-that one multiplies while another computes weights.
+so far. Both change with each block of keys, and earlier sums follow them. A consumer issues the products with a block's values and
+the next block's scores together. Meanwhile the other computes weights.
 """
 
 from __future__ import annotations
