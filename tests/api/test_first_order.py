@@ -25,7 +25,7 @@ UNGUARDED = {
     "flexattn.first_order._Guard": "raises",
     **{
         f"flexattn.second_order.{name}": "has derivatives"
-        for name in ("_WithRule", "Attend", "Tangent", "Backward", "DoubleBackward")
+        for name in ("_WithRule", "Attend", "AttendAlong", "Tangent", "Backward", "DoubleBackward")
     },
     "flexattn.second_order._NoThird": "raises",
     "flexattn.integrations.flash_attn.forward_only._ForwardOnly": "raises in its first derivative",
