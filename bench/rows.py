@@ -122,8 +122,9 @@ def _row_code(row: Row) -> str:
 
 
 def _tile_code(tile: Tile) -> str:
-    apart = ", apart=True" if tile.apart else ""
-    return f"Tile({tile.block_m}, {tile.block_n}, {tile.num_warps}, {tile.num_stages}{apart})"
+    others = ", apart=True" if tile.apart else ""
+    others += f", registers={tile.registers}" if tile.registers else ""
+    return f"Tile({tile.block_m}, {tile.block_n}, {tile.num_warps}, {tile.num_stages}{others})"
 
 
 def contradictions(name: str, record: Record) -> list[str]:

@@ -114,8 +114,10 @@ def is_candidate(implementation: str) -> bool:
 
 
 def tile_name(tile: Tile) -> str:
-    """128x64x8x3: block_m, block_n, warps, stages; a flag follows by its name."""
-    return "x".join(name if value is True else str(value) for name, value in tile._asdict().items() if value is not False)
+    """128x64x8x3: block_m, block_n, warps, stages; then "apart", and "r128" for at most 128 registers."""
+    sizes = (tile.block_m, tile.block_n, tile.num_warps, tile.num_stages)
+    others = ("apart" if tile.apart else "", f"r{tile.registers}" if tile.registers else "")
+    return "x".join(filter(None, (*map(str, sizes), *others)))
 
 
 def parse_tile(name: str) -> Tile:
@@ -125,7 +127,10 @@ def parse_tile(name: str) -> Tile:
     fields = name.split("x")
     try:
         block_m, block_n, num_warps, num_stages = map(int, fields[:4])
-        return Tile(block_m, block_n, num_warps, num_stages, **dict.fromkeys(fields[4:], True))
+        tile = Tile(block_m, block_n, num_warps, num_stages)
+        for field in fields[4:]:
+            tile = tile._replace(registers=int(field[1:])) if field[:1] == "r" else tile._replace(**{field: True})
+        return tile
     except (TypeError, ValueError) as e:
         raise ValueError(f"{name!r} is no tile; accepted: block_m x block_n x warps x stages, as 128x64x8x3") from e
 

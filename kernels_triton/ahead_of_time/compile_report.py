@@ -83,6 +83,7 @@ class CompileRequest:
     constexprs: the value of each constexpr argument, anything that pickles; a dtype by its name in the language, "tl.bfloat16".
     sm: compute capability, 90 for 9.0.
     aligned: pointers and integers to treat as divisible by 16; None: every pointer.
+    registers: most registers of a thread; None: no limit.
     """
 
     module: str
@@ -93,6 +94,7 @@ class CompileRequest:
     num_warps: int
     num_stages: int
     aligned: Sequence[str] | None = None
+    registers: int | None = None
 
     def __str__(self) -> str:
         constants = ", ".join(f"{name}={value!r}" for name, value in self.constexprs.items())
@@ -113,9 +115,9 @@ def request_for(launch: Launch, sm: int) -> CompileRequest:
         else:
             constexprs[name] = _picklable(value)
     aligned = [name for name in signature if name in launch.kernel.wide]
-    return CompileRequest(
-        function.__module__, function.__name__, signature, constexprs, sm, launch.tile.num_warps, launch.tile.num_stages, aligned
-    )
+    tile = launch.tile
+    names = function.__module__, function.__name__
+    return CompileRequest(*names, signature, constexprs, sm, tile.num_warps, tile.num_stages, aligned, tile.registers)
 
 
 def _type_name(dtype: torch.dtype) -> str:
@@ -223,6 +225,7 @@ def compile_for(
     num_warps: int,
     num_stages: int,
     aligned: Sequence[str] | None = None,
+    registers: int | None = None,
 ) -> CompileReport:
     """Compiles `kernel` in this process, whose kernels must not be interpreted; for the arguments see `CompileRequest`.
 
@@ -234,7 +237,7 @@ def compile_for(
             f"kernel is {kernel!r}; accepted: a @triton.jit function of a process without TRITON_INTERPRET; use compile_many"
         )
     source = _source(kernel, signature, constexprs, aligned)
-    target, options = GPUTarget("cuda", sm, 32), _options(kernel, num_warps, num_stages)
+    target, options = GPUTarget("cuda", sm, 32), _options(kernel, options_of(num_warps, num_stages, None, registers))
     start = time.perf_counter()
     compiled, ptxas_log = _compile(source, target, options)
     seconds = time.perf_counter() - start
@@ -322,14 +325,13 @@ def compiled_from(request: CompileRequest, ptx_options: str | None = None) -> Co
     kernel = getattr(importlib.import_module(request.module), request.kernel)
     constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
     source = _source(kernel, request.signature, constexprs, request.aligned)
-    options = _options(kernel, request.num_warps, request.num_stages, ptx_options)
+    options = _options(kernel, options_of(request.num_warps, request.num_stages, ptx_options, request.registers))
     with compiling():
         return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)
 
 
-def _options(kernel: JITFunction[object], num_warps: int, num_stages: int, ptx_options: str | None = None) -> dict[str, object]:
+def _options(kernel: JITFunction[object], options: dict[str, object]) -> dict[str, object]:
     """Returns the compile options of a launch of the kernel; debug: enables the assertions of an `asserting_kernel`."""
-    options = options_of(num_warps, num_stages, ptx_options)
     return options | {"debug": True} if kernel.debug else options
 
 
@@ -444,9 +446,8 @@ def _answer(request: CompileRequest) -> CompileReport | str:
     try:
         kernel = getattr(importlib.import_module(request.module), request.kernel)
         constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
-        return compile_for(
-            kernel, request.signature, constexprs, request.sm, request.num_warps, request.num_stages, request.aligned
-        )
+        shape = request.num_warps, request.num_stages, request.aligned, request.registers
+        return compile_for(kernel, request.signature, constexprs, request.sm, *shape)
     except Exception as error:  # one kernel's failure, of any kind, must not hide the others' reports
         return "\nin which\n".join(f"{type(e).__name__}: {e}" for e in _with_causes(error))
 

@@ -72,11 +72,15 @@ UNOPTIMISED = "--opt-level 0"
 """Options of ptxas for a kernel that it otherwise miscompiles: slower code, with many spills."""
 
 
-def options_of(num_warps: int, num_stages: int, ptx_options: str | None = None) -> dict[str, object]:
+def options_of(num_warps: int, num_stages: int, ptx_options: str | None = None, registers: int | None = None) -> dict[str, object]:
     """Returns the options of Triton's compiler. All kernels have the same options, except for these.
 
-    ptx_options: for ptxas; None: Triton's default. enable_fp_fusion fuses a product and a sum into one operation, which rounds
-    once. Not every version of Triton has this default.
+    ptx_options: for ptxas; None: Triton's default. registers: the most of a thread; None: no limit. enable_fp_fusion fuses a
+    product and a sum into one operation, which rounds once. Not every version of Triton has this default.
     """
     options: dict[str, object] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    return options if ptx_options is None else options | {"ptx_options": ptx_options}
+    if ptx_options is not None:
+        options["ptx_options"] = ptx_options
+    if registers is not None:
+        options["maxnreg"] = registers
+    return options

@@ -19,6 +19,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     apart: bool = False  # dk and dv in separate launches: scores are computed twice, with half the accumulators at a time
+    registers: int | None = None  # most registers of a thread, so that more programs run at once; None: the compiler's choice
 
 
 class _Pretended(NamedTuple):

@@ -199,6 +199,10 @@ def make(launch: Launch, device: torch.device) -> None:
             _launch(kernel, programs, device, tile, arguments)
 
 
+def _options_of(tile: Tile, ptx_options: str | None = None) -> dict[str, object]:
+    return compiler.options_of(tile.num_warps, tile.num_stages, ptx_options, tile.registers)
+
+
 _directory: Path | None = None
 
 
@@ -211,7 +215,7 @@ def keep_in(directory: str | None) -> None:
 def _launch(kernel: Launchable, programs: int, device: torch.device, tile: Tile, arguments: tuple[object, ...]) -> None:
     parts = _parts_of(kernel)(*arguments)
     # The key has the function, because hashing Triton's object hashes the sources of all that it calls.
-    key = (kernel.fn, device, tile.num_warps, tile.num_stages, *parts)
+    key = (kernel.fn, device, tile.num_warps, tile.num_stages, tile.registers, *parts)
     is_quick = is_plain()
     direct = _kernels.get(key) if is_quick else None
     if direct is None and is_quick and key not in _kernels:
@@ -240,7 +244,7 @@ def _find_or_compile(
     """Loads a kernel from disk, or compiles and stores it; None if only Triton can launch it."""
     text, directory = "", _directory or store.default_directory()
     if store.is_used():
-        text = store.description(kernel, parts, compiler.options_of(tile.num_warps, tile.num_stages), architecture)
+        text = store.description(kernel, parts, _options_of(tile), architecture)
         found = store.find(directory, text, says=_directory is not None)
         if found is not None:
             return Direct.of(found, kernel.arg_names)
@@ -255,7 +259,8 @@ def _compile(kernel: Launchable, tile: Tile, arguments: tuple[object, ...]) -> t
 
     def compile_with(num_stages: int, ptx_options: str | None) -> object:
         with compiler.compiling():
-            return kernel.warmup(*arguments, grid=(1,), **compiler.options_of(tile.num_warps, num_stages, ptx_options))
+            options = _options_of(tile._replace(num_stages=num_stages), ptx_options)
+            return kernel.warmup(*arguments, grid=(1,), **options)
 
     return store.sound(compile_with, tile.num_stages)
 
@@ -265,7 +270,7 @@ def _sound_options(kernel: Launchable, key: tuple[object, ...], tile: Tile, argu
     found = _options.get(key)
     if found is None:
         metadata = _compile(kernel, tile, arguments)[0].metadata
-        found = compiler.options_of(tile.num_warps, metadata.num_stages, metadata.ptx_options)
+        found = _options_of(tile._replace(num_stages=metadata.num_stages), metadata.ptx_options)
         with _lock:
             _options[key] = found
             while len(_options) > _MOST_KERNELS:
@@ -277,7 +282,7 @@ def description_of(launch: Launch, architecture: int) -> str:
     """Returns the `store.description` of a recorded launch's kernel, for tensors at multiples of 16 bytes."""
     kernel, tile = launch.kernel, launch.tile
     parts = _parts_of(kernel)(*launch.arguments)
-    return store.description(kernel, parts, compiler.options_of(tile.num_warps, tile.num_stages), architecture)
+    return store.description(kernel, parts, _options_of(tile), architecture)
 
 
 def _parts_of(kernel: Launchable) -> Callable[..., tuple[object, ...]]:
