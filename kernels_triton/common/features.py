@@ -15,7 +15,7 @@ class Features(NamedTuple):
     HAS_RIGHT: bool
     HAS_PRE_SCALE_BIAS: bool
     HAS_POST_SCALE_BIAS: bool
-    BIAS_ALIGN: int  # 8 or 1: divides the strides and the keys of a bias whose keys are neighbours in memory; 0: another or no bias
+    BIAS_ALIGN: int  # up to 8: divides the strides and keys of a bias whose keys are neighbours in memory; 0: another or no bias
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
     HAS_EXACT_TANH: bool  # for the softcap, `tanh.tanh`

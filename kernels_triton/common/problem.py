@@ -697,7 +697,7 @@ def _bias_alignment(bias: Tensor) -> int:
     *strides, step = _strides(bias, 4)
     if step != 1:
         return 0
-    return 8 if math.gcd(bias.shape[3], *strides) % 8 == 0 else 1
+    return math.gcd(8, bias.shape[3], *strides)
 
 
 def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:

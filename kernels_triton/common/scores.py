@@ -24,20 +24,40 @@ def load_bias(head, i, j, META: tl.constexpr):
     ALIGN: tl.constexpr = META.BIAS_ALIGN
     bias = 0.0
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
-        # Multiples of ALIGN let the compiler copy 16 bytes at once. Narrower copies of 16-bit elements cannot be asynchronous.
-        columns = j if ALIGN > 0 else j.to(tl.int64) * head.bias_stride_n
         end = head.len_kv
         if ALIGN > 1:
             end = tl.cdiv(end, ALIGN) * ALIGN
-        offsets = i.to(tl.int64) * aligned_stride(head.bias_stride_m, META) + columns
         inside = (i < head.len_q) & (j < end)
         if ALIGN > 1 and j.shape[1] > 1:
-            offsets = tl.multiple_of(offsets, [1, ALIGN])
             inside = tl.max_constancy(inside, [1, ALIGN])
-        bias = tl.load(head.bias_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(head.bias_ptr + _bias_offsets(head, i, j, META), mask=inside, other=0.0).to(tl.float32)
         if ALIGN > 1 and (META.IS_RAGGED_KV or META.HAS_LENGTHS):
             bias = tl.where(j < head.len_kv, bias, 0.0)
     return bias
+
+
+@triton.jit
+def load_whole_bias(head, i, n, BLOCK_N: tl.constexpr, META: tl.constexpr):
+    # Returns the tile of BLOCK_N keys from n on, all of them before the end. The load needs no mask: a query past the end has the
+    # last query's bias, and its result is not stored.
+    bias = 0.0
+    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
+        step = 1 if META.BIAS_ALIGN > 0 else head.bias_stride_n
+        pointer = head.bias_ptr + tl.cast(n, tl.int64) * step
+        offsets = _bias_offsets(head, tl.minimum(i, head.len_q - 1), tl.arange(0, BLOCK_N)[None, :], META)
+        bias = tl.load(pointer + offsets).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def _bias_offsets(head, i, j, META: tl.constexpr):
+    # Multiples of ALIGN let the compiler copy up to 16 bytes at once. Copies of less than 4 bytes cannot be asynchronous.
+    ALIGN: tl.constexpr = META.BIAS_ALIGN
+    columns = j if ALIGN > 0 else j.to(tl.int64) * head.bias_stride_n
+    offsets = i.to(tl.int64) * aligned_stride(head.bias_stride_m, META) + columns
+    if ALIGN > 1 and j.shape[1] > 1:
+        offsets = tl.multiple_of(offsets, [1, ALIGN])
+    return offsets
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps
 from flexattn.kernels_triton.common.padding import padding_rows, store_zeros
 from flexattn.kernels_triton.common.plan_pieces import Plan, first_row_of_part, piece_of_part
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.scores import biased_logits, load_bias
+from flexattn.kernels_triton.common.scores import biased_logits, load_bias, load_whole_bias
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
@@ -90,7 +90,11 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     i = queries_of_tile(block.first_row, META)[:, None]
     k_pointer = row_at(block.k, tiles.begin)
     v_pointer = row_at(block.v, tiles.begin)
-    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+    # At most one tile has keys past the end. A pipeline would begin copies even without it.
+    IS_END: tl.constexpr = IS_MASKED and not (
+        META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 or META.QK1 > 0 or META.V1 > 0
+    )
+    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N, num_stages=1 if IS_END else None):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N, META.PIECE > 0)
         if META.BLOCK_SIZE_Q > 0:
             k_pointer = row_at(block.k, n)
@@ -103,7 +107,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
         # Before the products, so that the compiler chooses their layout, and not this load's, for the statistics of rows.
-        bias = load_bias(head, i, j, META)
+        bias = load_bias(head, i, j, META) if IS_MASKED else load_whole_bias(head, i, n, BLOCK_N, META)
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         if META.IS_KV_FP8:
             k0 = k0.to(block.q.first.dtype)

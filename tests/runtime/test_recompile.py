@@ -1,6 +1,6 @@
 """No length, batch size, stride, window, scale or address makes Triton compile a kernel again.
 
-A kernel with a bias has two forms: one for a bias with rows at multiples of 16 bytes, and one for others. Each compiles once."""
+A kernel with a bias has a form for each of the divisors 8, 4, 2 and 1 of its strides and keys. Each compiles once."""
 
 from __future__ import annotations
 
