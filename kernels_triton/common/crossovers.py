@@ -213,6 +213,10 @@ def fastest_tile(use: str, facts: Facts) -> str:
 PART_WAVES = 2
 UNEQUAL_PART_WAVES = 4
 """The same for packed batches and block masks, whose programs have unequal work; not measured."""
+# A window of 2048 keys or more: with at most WINDOW_WAVES programs for each multiprocessor, four parts take 4 to 17 % less time at
+# head dim 128 and 1 % less at 64. With twice as many programs, or a window of 1024 keys, they take 10 to 18 % more.
+WINDOW_PARTS, WINDOW_WAVES, WIDE_WINDOW = 4, 4, 2048
+"""For head dims up to 128 (bench/results/head_parts_windows_h200.json)."""
 
 # Limits of the form of a KV split (`split_kv.py`; bench/results/splits_h200.json).
 SPLIT_KEYS = 128
@@ -237,6 +241,8 @@ _SHORT_OPEN: dict[str, Any] = {"mask": "open", "dropout": False, "packed": False
 """Columns of rules for backwards of short dense sequences without a mask."""
 _PLAIN: dict[str, Any] = {"dropout": False, "paged": False, "packed": False, "batch_invariant": False}
 """Columns of rules for head dims of two parts and for few keys."""
+_PACKED: dict[str, Any] = _PLAIN | {"packed": True, "tokens": (300, None), "source": "fitted_packed_h200.json"}
+"""The same for packed batches."""
 
 _OLDER: dict[str, Any] = {"dtype": "bfloat16", "layout": "dense", "kind": "plain", "tokens": (1024, 4096)}
 """Columns of rules beside the portable kernels: an H200 ran the code of sm_80."""
@@ -638,6 +644,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="open", queries=(None, 256), keys=(1024, None),
          source=_WINDOWS),
     Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="windowed", window=(None, 512), source=_WINDOWS),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="windowed", window=(2048, None), grouped=True,
+         source="head_parts_windows_h200.json"),
     Rule(use="sm_90 fused", tile="d128_converting", head_dim=128, mask="open", grouped=False, packed=False, is_full_width=True,
          tokens=(512, 4096), source=("short_backwards_h100.json", "small_kernels_h100.json", "small_kernels_h200.json")),
     Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, width=(65, 80), mask="open", tokens=(256, 4096),
@@ -675,6 +683,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          gain=1.35, source=_FITTED),
     Rule(use="sm_90 fitted", head_dim=256, width=(None, 192), mask=("open", "causal"), **_PLAIN, tokens=(256, None),
          gain=1.1, source=_FITTED),
+    Rule(use="sm_90 fitted", width=(65, 80), mask=("open", "causal"), **_PACKED, gain=1.12),
+    Rule(use="sm_90 fitted", width=(81, 96), mask=("open", "causal"), **_PACKED, gain=1.08),
+    Rule(use="sm_90 fitted", head_dim=256, width=(None, 160), mask=("open", "causal"), **_PACKED, gain=1.37),
     # A causal mask takes 1 to 2 % less time with rows that are rarely rescaled, and no mask 1 to 3 % more.
     Rule(use="sm_90 fitted", tile="lazy", width=(None, 160), head_dim=256, mask="causal", source=_FITTED),
     Rule(use="sm_90 fused fitted", width=(65, 80), mask=("open", "causal"), dropout=False, packed=False, tokens=(256, None),

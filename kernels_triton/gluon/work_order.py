@@ -7,7 +7,13 @@ from typing import Literal
 import torch
 import triton
 
-from flexattn.kernels_triton.common.crossovers import PART_WAVES, UNEQUAL_PART_WAVES
+from flexattn.kernels_triton.common.crossovers import (
+    PART_WAVES,
+    UNEQUAL_PART_WAVES,
+    WIDE_WINDOW,
+    WINDOW_PARTS,
+    WINDOW_WAVES,
+)
 from flexattn.kernels_triton.common.facts import most_head_parts
 from flexattn.kernels_triton.common.features import Features
 from flexattn.kernels_triton.common.problem import Problem
@@ -110,8 +116,19 @@ def number_of_head_parts(problem: Problem, rows: int) -> int:
     x = problem
     programs = x.k.shape[:-1].numel() / rows
     is_unequal = x.block_mask is not None or x.has_lengths
-    wanted = (UNEQUAL_PART_WAVES if is_unequal else PART_WAVES) * num_processors(x.device)
-    return max(1, min(round(wanted / programs), most_head_parts(x)))
+    processors, most = num_processors(x.device), most_head_parts(x)
+    wanted = round((UNEQUAL_PART_WAVES if is_unequal else PART_WAVES) * processors / programs)
+    if _has_wide_window(x) and programs <= WINDOW_WAVES * processors and most >= WINDOW_PARTS:
+        wanted = max(wanted, WINDOW_PARTS)
+    return max(1, min(wanted, most))
+
+
+def _has_wide_window(problem: Problem) -> bool:
+    """Returns whether `WINDOW_PARTS` were measured for such a window."""
+    x = problem
+    keys = 0 if x.window_left is None or x.window_right is None else x.window_left + 1 + x.window_right
+    is_plain = not (x.is_modified or x.has_lengths or x.dropout_p > 0)
+    return is_plain and keys >= WIDE_WINDOW and max(x.q.shape[-1], x.v.shape[-1]) <= 128
 
 
 def head_parts(problem: Problem, rows: int) -> HeadParts | None:

@@ -148,6 +148,18 @@ def test_auto_takes_them_where_they_are_faster(is_asked: bool, tokens: int, meas
 
 
 @pytest.mark.parametrize(
+    ("dim", "longest", "width"), [(80, 300, 80), (72, 4096, 80), (96, 1024, 96), (160, 300, 160), (192, 1024, 256), (80, 299, 128)]
+)
+def test_packed_batches_have_fitted_tiles_where_they_are_faster(dim: int, longest: int, width: int) -> None:
+    q, lse = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((16384, 16, dim), (16, 16384)))
+    ends = torch.empty(17, dtype=torch.int32, device="meta")
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    with pretended_device(90, 132):
+        choice = families.choose(Forward(Problem(q, q, q, softmax_scale=0.1, **lengths), q, lse), families.Policy())
+    assert choice.tile.head_dim_v == width
+
+
+@pytest.mark.parametrize(
     "change",
     [{"window_left": 100, "window_right": 0}, {"softcap": 10.0}, {"is_batch_invariant": True}],
     ids=lambda change: next(iter(change)),

@@ -87,7 +87,10 @@ def test_parts_have_each_head_once(group: int, number: int, monkeypatch: pytest.
 
 MODELS = {
     "Falcon 7B": ((8, 2048, (71, 1), 64), {"window_right": 0}, HeadParts(2, 36)),
-    "StarCoder2 3B": ((1, 16384, (24, 2), 128), {"window_right": 0, "window_left": 4095}, None),
+    "StarCoder2 3B": ((1, 16384, (24, 2), 128), {"window_right": 0, "window_left": 4095}, HeadParts(4, 3)),
+    "a narrower window": ((1, 16384, (24, 2), 128), {"window_right": 0, "window_left": 2046}, None),
+    "many programs": ((1, 16384, (32, 8), 128), {"window_right": 0, "window_left": 4095}, None),
+    "a wide head dim": ((1, 16384, (24, 2), 192), {"window_right": 0, "window_left": 4095}, None),
     "Gemma 2B": ((4, 4096, (8, 1), 256), {"window_right": 0}, HeadParts(2, 4)),
     "Qwen2.5 7B": ((4, 4096, (28, 4), 128), {"window_right": 0}, None),
     "32 heads over 1": ((2, 4096, (32, 1), 128), {"window_right": 0}, HeadParts(4, 8)),
