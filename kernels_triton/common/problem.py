@@ -308,14 +308,12 @@ class Problem:
         return self.bias is not None or self.dropout_p > 0 or reads_tiles or bool(self.descales_kv)
 
     @property
-    def _has_a_bias_alone(self) -> bool:
-        """True if a bias is the only modification of scores, and its rows begin at multiples of two elements or more.
-
-        Every query sees every key, and each value is in 16 or 32 bits.
-        """
+    def bias_align(self) -> int:
+        """The elements, up to 8, that divide the bias's strides and keys; 0 with a band or another modification."""
         others = (self.alibi_slopes, self.mods, self.block_mask, self.window_left, self.window_right)
         is_plain = self.softcap == 0 and self.dropout_p == 0 and not self.is_fp8 and not self.descales_kv
-        return self.bias is not None and is_plain and all(x is None for x in others) and _bias_alignment(self.bias) > 1
+        is_alone = is_plain and all(x is None for x in others)
+        return 0 if self.bias is None or not is_alone else _bias_alignment(self.bias)
 
     @property
     def is_modified(self) -> bool:
@@ -388,7 +386,7 @@ class Problem:
             is_loaded=self.is_loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
             length=SHORT + 1 if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
-            is_biased=self._has_a_bias_alone,
+            bias_align=self.bias_align,
         )
         if self.alibi_slopes is not None and table is not FORWARD and capability in SMALL_MEMORY:
             tile = _cut(tile, 64, 64)

@@ -58,8 +58,8 @@ class Row(NamedTuple):
     short: Tile | None = None  # for at most SHORT queries and keys: two small programs hide each other's latency at their ends
     few: Tile | None = None  # for a forward of at most FEW queries: small programs hide each other's waits for keys
     tiny: Tile | None = None  # if a bias or dropout is loaded, for at most TINY queries and keys, which one block holds
-    biased: Tile | None = None  # if a bias with aligned rows is all that is loaded, for a band that is open on both sides
-    biased_brief: Tile | None = None  # likewise, for at most BRIEF queries and keys
+    biased: Tile | None = None  # for a `Problem.bias_align` of 8: narrower loads need more registers
+    biased_brief: Tile | None = None  # for one of 2 or more, and at most BRIEF queries and keys
     brief: Tile | None = None  # for at most BRIEF queries and keys, if nothing is loaded
 
 
@@ -121,7 +121,13 @@ FORWARD: Table = {
             biased=Tile(128, 64, 8, 3, registers=128),
             biased_brief=Tile(64, 64, 4, 2, registers=128),
         ),
-        Row(192, Tile(128, 64, 4, 3), Tile(64, 32, 4, 3), biased=Tile(64, 32, 4, 3, registers=128)),
+        Row(
+            192,
+            Tile(128, 64, 4, 3),
+            Tile(64, 32, 4, 3),
+            biased=Tile(64, 32, 4, 3, registers=128),
+            biased_brief=Tile(64, 32, 4, 3, registers=128),
+        ),
         Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), short=Tile(128, 32, 8, 3)),
         Row(384, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
         Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
@@ -331,20 +337,21 @@ def select_tile(
     is_loaded: bool,
     is_open: bool,
     length: int,
-    is_biased: bool = False,
+    bias_align: int = 0,
 ) -> Tile:
     """Returns the committed tile of a problem with more than FEW queries.
 
     head_dims: `Problem.head_dims`. is_whole: each head dim is one part. is_loaded: the problem has a bias or dropout. is_open: its
-    band is open on both sides. length: its longest sequence, of queries or of keys. is_biased: `Row.biased` may serve it.
+    band is open on both sides. length: its longest sequence, of queries or of keys. bias_align: `Problem.bias_align`.
     """
     row = row_of(table, capability, element_size, head_dims)
     # ptxas miscompiles tiles of one stage if a head dim has two parts (`sass_registers`).
     if is_loaded:
         if length <= TINY and row.tiny is not None and (is_whole or row.tiny.num_stages > 1):
             return row.tiny
-        biased = row.biased_brief if length <= BRIEF and row.biased_brief is not None else row.biased
-        return biased if is_biased and biased is not None else row.loaded
+        if length <= BRIEF and row.biased_brief is not None and bias_align > 1:
+            return row.biased_brief
+        return row.biased if row.biased is not None and bias_align == 8 else row.loaded
     if length <= BRIEF and row.brief is not None:
         return row.brief
     if is_open and row.open is not None and (is_whole or row.open.num_stages > 1):

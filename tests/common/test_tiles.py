@@ -319,11 +319,10 @@ def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
             assert tile(length=1, is_loaded=False, is_open=True) == (row.brief or row.open or row.short or row.tile)
             assert tile(length=configs.TINY, is_loaded=True, is_open=True) == (row.tiny or row.loaded)
             assert tile(length=configs.TINY + 1, is_loaded=True, is_open=True) == row.loaded
-            biased = functools.partial(tile, is_loaded=True, is_open=True, is_biased=True)
-            assert {biased(length=length) for length in (configs.BRIEF + 1, 10**6)} == {row.biased or row.loaded}
-            assert {biased(length=length) for length in (configs.TINY + 1, configs.BRIEF)} == {
-                row.biased_brief or row.biased or row.loaded
-            }
+            biased = functools.partial(tile, is_loaded=True, is_open=True)
+            assert {biased(length=length, bias_align=8) for length in (configs.BRIEF + 1, 10**6)} == {row.biased or row.loaded}
+            assert biased(length=configs.BRIEF + 1, bias_align=4) == biased(length=configs.BRIEF, bias_align=1) == row.loaded
+            assert biased(length=configs.BRIEF, bias_align=2) == (row.biased_brief or row.loaded)
             parts = tile(length=1, is_loaded=True, is_open=True, is_whole=False)
             assert parts in ((row.tiny, row.loaded) if row.tiny is None or row.tiny.num_stages > 1 else (row.loaded,))
 

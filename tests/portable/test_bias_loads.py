@@ -30,13 +30,13 @@ def test_a_bias_is_loaded_for_the_layout_of_the_products(length: int, monkeypatc
     """Rows of an even length begin at multiples of 4, 8 or 16 bytes, and such copies are asynchronous."""
     report = forward_report(length, monkeypatch)
     loops = [loop for loop in report.loops if "HGMMA" in loop]
-    assert len(loops) == 2  # blocks without and with a mask
+    assert len(loops) == 2  # whole tiles, and the tile with the end, which has no pipeline
+    if length % 2 == 0:
+        assert "LDG" not in loops[0]
     for loop in loops:
-        if length % 2 == 0:
-            assert "LDG" not in loop
         # A tile has 32 exponentials a thread. If the compiler chooses the load's layout for the statistics, it has them twice.
         assert loop["MUFU"] < 2 * 32
-    assert not report.spill_store_bytes
+    assert report.loop_spill_share <= 0.04  # the tile limits registers
 
 
 def check_fact(handle: Any, name: str, values: list[int]) -> None:
