@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import json
 import os
 import platform
@@ -77,7 +78,7 @@ class Record(NamedTuple):
 
     def of(self, workload: str, direction: str) -> dict[str, Row]:
         """Returns the rows of one cell, by implementation."""
-        return {r.implementation: r for r in self.rows if (r.workload, r.direction) == (workload, direction)}
+        return {r.implementation: r for r in self.rows if r.workload == workload and r.direction == direction}
 
     def cells(self) -> list[tuple[str, str]]:
         """Returns (workload, direction) of each cell, in the order of measurement."""
@@ -246,10 +247,13 @@ def _plain(value: object, kind: type, name: str) -> Any:
     return value
 
 
+_hints = functools.cache(get_type_hints)  # which evaluates each annotation anew, and a file has thousands of rows
+
+
 def _typed(kind: Any, fields: Any, name: str) -> Any:
     """Returns a NamedTuple of `fields`, whose names and types must match."""
     _plain(fields, dict, f"fields of {name}")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     if unknown := sorted(fields.keys() - hints.keys()):
         raise ValueError(f"{name} has {', '.join(unknown)}, which another version of flexattn writes")
     if missing := sorted(hints.keys() - fields.keys() - kind._field_defaults.keys()):
@@ -265,9 +269,9 @@ def _typed(kind: Any, fields: Any, name: str) -> Any:
 
 def _is(value: object, hint: object) -> bool:
     """Returns whether a value from JSON is of the type of a NamedTuple's field."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any or (hint is float and type(value) in (int, float)):
+    if hint is type(value) or hint is Any or (hint is float and type(value) is int):
         return True
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_is(value, one) for one in arguments)
     if origin is tuple:
@@ -277,7 +281,7 @@ def _is(value: object, hint: object) -> bool:
         return isinstance(value, Mapping) and all(_is(one, arguments[1]) for one in value.values())
     if origin is not None:  # a sequence
         return isinstance(value, (list, tuple)) and all(_is(one, arguments[0]) for one in value)
-    return type(value) is hint
+    return False
 
 
 def write_csv(path: Path, record: Record) -> None:
