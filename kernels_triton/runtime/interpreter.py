@@ -53,11 +53,13 @@ if INTERPRETED:  # Triton's interpreter needs numpy; the compiler does not, and 
         "__eq__": np.equal,
         "__ne__": np.not_equal,
     }
+    _NO_CONSTEXPR = frozenset((tl.tensor, tl.dtype, int, str, type(None)))
     _BUILTIN = tl.core.builtin(lambda: None).__code__  # the code of each function that is marked as a builtin
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # by tl.dtype.name
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
 _INFINITY = float("inf")
+_ALL = slice(None)
 
 _numpy_dtypes: dict[str, object] = {}  # by tl.dtype.name, "" for pointers
 _block_types: dict[tuple[object, ...], dict[str, object]] = {}  # attributes of a tl.block_type, by its element type and shape
@@ -91,8 +93,8 @@ def right_arithmetic() -> Iterator[None]:
     Everything else is Triton's own, such as fp32 and fp16 arithmetic, and atomics, which raise on bf16.
 
     Kernels run several times faster. Device functions are patched once. A type and a shape are created once and not for every
-    value. Operators on fp32 and signed integers call numpy at once. No common type is computed if operands have the same type. No
-    sum is repeated for an overflow check whose result the interpreter drops.
+    value. Operators on fp32 and signed integers call numpy at once, and so do columns and rows of a vector. No common type is
+    computed if operands have the same type. No sum is repeated for an overflow check whose result the interpreter drops.
 
     The context may be nested. One thread at a time is inside, and when it leaves, the interpreter is as before. Put only launches
     inside, because triton.language is patched there. If nothing is interpreted, the context does nothing.
@@ -170,6 +172,10 @@ def _find_patches() -> list[tuple[Any, str, object, object]]:
     for owner, name, make in (  # functions that run several times for every operation
         (TritonSemantic, "binary_op_type_checking_impl", _check_operands),
         (TritonSemantic, "broadcast_impl_value", _broadcast),
+        (TritonSemantic, "cast", _cast),
+        (TritonSemantic, "to_tensor", _to_tensor),
+        (tl.tensor, "__getitem__", _get_item),
+        (tl.core, "_unwrap_if_constexpr", _unwrap),
         (InterpreterBuilder, "binary_op", _binary_op),
         (interpreter, "_get_np_dtype", _get_np_dtype),
         (tl.block_type, "__init__", _make_block_type),
@@ -462,6 +468,42 @@ def _broadcast(original):
         )
 
     return broadcast
+
+
+def _cast(original):
+    def cast(semantic, tensor, dtype, fp_downcast_rounding=None):
+        return tensor if tensor.dtype is dtype else original(semantic, tensor, dtype, fp_downcast_rounding)
+
+    return cast
+
+
+def _get_item(original):
+    """Makes a column, tile[:, None], or a row, tile[None, :], at once, and leaves other indices to Triton."""
+
+    def get_item(tensor, index):
+        data = tensor.handle.data
+        if type(index) is not tuple or len(tensor.shape) != 1:
+            return original(tensor, index)
+        if index == (_ALL, None):
+            sizes = [data.size, 1]
+        elif index == (None, _ALL):
+            sizes = [1, data.size]
+        else:
+            return original(tensor, index)
+        return tl.tensor(TensorHandle(data.reshape(sizes), tensor.handle.dtype.scalar), tl.block_type(tensor.dtype, sizes))
+
+    return get_item
+
+
+def _to_tensor(original):  # for each value that a kernel assigns
+    def to_tensor(semantic, value, check_type=True):
+        return value if type(value) is tl.tensor else original(semantic, value, check_type)
+
+    return to_tensor
+
+
+def _unwrap(original):
+    return lambda value: value if type(value) in _NO_CONSTEXPR else original(value)
 
 
 def _spread(tensor, sizes):

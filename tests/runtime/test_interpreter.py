@@ -472,6 +472,26 @@ def _applied(name: str, lhs: tl.tensor, rhs: object) -> list[object] | None:
 
 
 @interpreted
+def test_columns_rows_and_casts_are_tritons():
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    get_item, cast = tl.tensor.__getitem__, TritonSemantic.cast
+    with right_arithmetic():
+        semantic = TritonSemantic(InterpreterBuilder())
+        tensors = [x for x in _operands() if isinstance(x, tl.tensor) and x.type.is_block()]
+        for x in tensors:
+            for index in ((slice(None), None), (None, slice(None)), (None,), (slice(None), None, slice(None))):
+                got, want = x[index], get_item(x, index, _semantic=semantic)
+                assert [got.type, got.dtype, got.shape, *_content(got)] == [want.type, want.dtype, want.shape, *_content(want)]
+            if x.dtype.name in ("int32", "fp32", "bf16"):
+                assert all(_content(x.to(to)) == _content(cast(semantic, x, to)) for to in (tl.int32, tl.float32, tl.bfloat16))
+            with pytest.raises(ValueError, match="unsupported tensor index"):
+                x[slice(0, 2), None]
+    assert len(tensors) > 20
+
+
+@interpreted
 def test_a_value_is_no_wider_than_its_type():
     from triton.runtime.interpreter import TensorHandle
 
