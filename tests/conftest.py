@@ -74,6 +74,19 @@ def pytest_xdist_auto_num_workers() -> int:
     return os.cpu_count() or 1
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Returns a scheduler that gives a worker a run of tests, for pytest's default, which deals tests out one by one.
+
+    With the default, each worker imports all modules, makes the fixtures of all files, and rewrites all interpreted kernels.
+    """
+    if config.option.dist != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Keeps the garbage collector from what is collected, torch and Triton, which stay: looking there takes a third of the time.

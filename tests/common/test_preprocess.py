@@ -17,9 +17,9 @@ from flexattn.kernels_triton.common.statistics_tiles import place_of_program
 from flexattn.testing import make_call, make_inputs
 from tests.support.hopper_fp8_calls import E4M3, moved
 
-UNEVEN = {"lengths_q": [100, 0, 300, 1], "lengths_kv": [30, 9, 70, 40], "num_heads": 3, "num_heads_kv": 1}
+UNEVEN = {"lengths_q": [100, 0, 300, 1], "lengths_kv": [30, 9, 70, 40], "num_heads": 2, "num_heads_kv": 1}
 FORMATS: dict[str, dict[str, Any]] = {
-    "bshd": {"lengths_q": [300] * 2, "lengths_kv": [70] * 2, "num_heads": 3, "num_heads_kv": 1},
+    "bshd": {"lengths_q": [300] * 2, "lengths_kv": [70] * 2, "num_heads": 2, "num_heads_kv": 1},
     "bshd, padded": {"padding": True, **UNEVEN},
     "thd": {"gap": 3, **UNEVEN},
     "thd, in reverse": {"gap": 3, "in_reverse": True, **UNEVEN},

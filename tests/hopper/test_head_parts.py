@@ -145,6 +145,7 @@ def test_a_call_in_parts_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sums == [(8, 2048, 1, 2, 64)] * 2
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_packed_batches_with_dropout_and_alibi_emulated(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:

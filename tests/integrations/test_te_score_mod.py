@@ -62,10 +62,10 @@ def scalar(value: float) -> Tensor:
 
 def run(mod: Any, device: str, backend: str, captured: tuple[Tensor, ...] = (), **call: Any) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 37, HEADS, 16), (2, 45, HEADS_KV, 16), (2, 45, HEADS_KV, 16))
+    shapes = ((2, 20, HEADS, 16), (2, 45, HEADS_KV, 16), (2, 45, HEADS_KV, 16))
     q, k, v = (torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes)
     out = attention(q, k, v, score_mod=mod, backend=backend, **call)
-    dout = torch.randn(2, 37, HEADS, 16, generator=generator).to(device)
+    dout = torch.randn(2, 20, HEADS, 16, generator=generator).to(device)
     return [out, *torch.autograd.grad(out, (q, k, v, *captured), dout)]  # type: ignore[arg-type]
 
 
@@ -100,7 +100,7 @@ def test_softcap_with_state_and_every_other_feature(backend: str, device: str) -
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_tensors_get_gradients(backend: str, device: str) -> None:
-    bias = torch.randn(1, HEADS, 37, 45, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+    bias = torch.randn(1, HEADS, 20, 45, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
     want = run(None, device, backend, (bias,), bias=bias, bias_type="post_scale_bias")
     close(run(TEScoreMod(post_scale_bias, score_mod_tensors={"bias": bias}), device, backend, (bias,)), want)
     with pytest.raises(ValueError, match=r"score_mod_tensors\['bias'\] requires a gradient"):
@@ -126,7 +126,7 @@ def test_new_values_are_no_new_trace(device: str) -> None:
     assert cache_info()["traces"] == 2  # the score and its gradient
 
 
-RANKS: dict[int, tuple[int, ...]] = {1: (45,), 2: (37, 1), 3: (HEADS, 1, 45), 4: (2, 1, 37, 45)}
+RANKS: dict[int, tuple[int, ...]] = {1: (45,), 2: (20, 1), 3: (HEADS, 1, 45), 4: (2, 1, 20, 45)}
 
 
 @pytest.mark.sample("backend")
@@ -134,7 +134,7 @@ RANKS: dict[int, tuple[int, ...]] = {1: (45,), 2: (37, 1), 3: (HEADS, 1, 45), 4:
 @pytest.mark.parametrize("rank", RANKS)
 def test_tensors_are_broadcast_from_the_right(rank: int, backend: str, device: str) -> None:
     bias = torch.randn(RANKS[rank], generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
-    whole = bias.expand(2, HEADS, 37, 45).detach().clone().requires_grad_()
+    whole = bias.expand(2, HEADS, 20, 45).detach().clone().requires_grad_()
     want = run(None, device, backend, (whole,), bias=whole, bias_type="post_scale_bias")
     want[-1] = want[-1].sum_to_size(bias.shape)
     close(run(TEScoreMod(post_scale_bias, score_mod_tensors={"bias": bias}), device, backend, (bias,)), want)

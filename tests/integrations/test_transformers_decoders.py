@@ -84,6 +84,6 @@ def test_generate_gives_the_references_tokens(models: tuple[Any, Any], cache: st
     if cache and models[0].config.model_type == "llama4_text":
         pytest.skip("transformers cannot make its chunked masks for a static cache in generate()")
     for kept in (torch.ones(2, TOKENS, dtype=torch.long), _padding("left")):
-        options = {"attention_mask": kept, "cache_implementation": cache, "max_new_tokens": 6, "do_sample": False}
+        options = {"attention_mask": kept, "cache_implementation": cache, "max_new_tokens": 4, "do_sample": False}
         got, wanted = (model.generate(_tokens(), **options) for model in models)
         assert got.tolist() == wanted.tolist()

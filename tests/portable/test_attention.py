@@ -74,8 +74,8 @@ def test_format_mask_dtype(fmt: str, mask: str, dtype: torch.dtype, device: str)
         qkv_format=fmt,
         padding=True,
         gap=3,
-        lengths_q=lengths(37, 0, 5, 70),
-        lengths_kv=lengths(70, 9, 0, 33),
+        lengths_q=lengths(37, 0, 5, 60),
+        lengths_kv=lengths(60, 9, 0, 33),
         dtype=dtype,
     )
 
@@ -94,7 +94,8 @@ def test_dense_without_lengths(fmt: str, mask: str, sq: int, skv: int, device: s
 def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> None:
     # (1, 1): the last key that a block's last query sees begins a block, and so does the last query that sees a block's last key
     call = {"window_size": window, "bottom_right_diagonal": bottom_right}
-    check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41))
+    heads = {"num_heads": 2, "num_heads_kv": 1}
+    check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41), **heads)
 
 
 @pytest.mark.sample(values=True)
@@ -102,13 +103,14 @@ def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> Non
 @pytest.mark.parametrize("window", [(None, -20), (-11, None), (40, -11), (-30, 60), (None, -200), (5, -11), (None, -1)], ids=str)
 def test_window_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool, device: str) -> None:
     call = {"window_size": Window(*window), "bottom_right_diagonal": bottom_right}
-    check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41))
+    heads = {"num_heads": 2, "num_heads_kv": 1}
+    check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41), **heads)
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("mask", ["causal", "causal_bottom_right"])
 def test_causal_window(mask: str, device: str) -> None:
-    check({"attn_mask_type": mask, "window_size": (17, -1)}, device, lengths_q=lengths(130, 130), lengths_kv=lengths(101, 101))
+    check({"attn_mask_type": mask, "window_size": (17, -1)}, device, lengths_q=lengths(70), lengths_kv=lengths(101))
 
 
 DIMS = ((8, 8), (16, 40), (24, 96), (64, 64), (80, 72), (192, 128), (128, 192), (256, 256), (264, 320), (512, 512), (576, 512))
@@ -131,7 +133,7 @@ def test_head_dims(dims: tuple[int, int], device: str) -> None:
 
 @pytest.mark.sample("heads", "dtype", values=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 1), (33, 3)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 1), (22, 2)], ids=str)
 def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     # In half types with 12 and 11 query heads per key head, two programs compute dk and dv, and the last one's share may be
     # smaller.
@@ -250,7 +252,7 @@ def test_small_operands_in_any_view(device: str) -> None:
 def test_dropout(p: float, device: str) -> None:
     state = torch.tensor(RNG_STATE, device=device)
     call = {"dropout_p": p, "rng_state": state, "attn_mask_type": "padding_causal"}
-    check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(40, 67), lengths_kv=lengths(50, 67))
+    check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(20, 40), lengths_kv=lengths(25, 40))
 
 
 @pytest.mark.sample("dims", pairs=False)
@@ -265,10 +267,10 @@ def test_everything_together(dtype: torch.dtype, dims: tuple[int, int], device: 
         "attn_mask_type": "padding_causal_bottom_right",
         "window_size": (25, 0),
         "bias_type": "post_scale_bias",
-        "bias": torch.randn(1, 6, sq, skv, generator=generator).to(device, dtype),
+        "bias": torch.randn(1, 4, sq, skv, generator=generator).to(device, dtype),
         "softcap": 8.0,
         "softmax_type": "learnable",
-        "softmax_offset": torch.randn(6, generator=generator).to(device),
+        "softmax_offset": torch.randn(4, generator=generator).to(device),
         "dropout_p": 0.2,
         "rng_state": torch.tensor(RNG_STATE, device=device),
         "softmax_scale": 0.3,
@@ -283,7 +285,7 @@ def test_everything_together(dtype: torch.dtype, dims: tuple[int, int], device: 
         outliers=True,
         lengths_q=[sq, 0, sq // 2],
         lengths_kv=[skv // 3, 4, skv],
-        num_heads=6,
+        num_heads=4,
         num_heads_kv=2,
         head_dim_qk=dims[0],
         head_dim_v=dims[1],

@@ -421,6 +421,7 @@ def _multiply_add_kernel(x_ptr, y_ptr):
     tl.store(y_ptr + at, tl.load(x_ptr + at) * tl.load(y_ptr + at) + 3.0)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("default", ["0", "1", None])
 def test_a_product_and_a_sum_are_one_operation_whatever_tritons_default_is(default, monkeypatch):
     if default is None:

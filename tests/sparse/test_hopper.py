@@ -172,7 +172,7 @@ FAULTS: dict[str, Named] = {
 }
 
 
-FAST = ("rows are announced without a fence", "weights are read without a fence", "a block is announced before it has come")
+FAST = ("rows are announced without a fence",)
 
 
 @without_gpu
