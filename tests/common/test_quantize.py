@@ -89,6 +89,7 @@ def check_drawn(seed: int, device: str) -> None:
         assert torch.equal(back.nan_to_num(), exact.float().to(to).nan_to_num()), (seed, to)
 
 
+@pytest.mark.sample("quantiser")
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_tensors(seed: int, quantiser: str, device: str) -> None:
     check_drawn(seed, device)
@@ -101,6 +102,7 @@ def test_more_drawn_tensors(first: int, quantiser: str, device: str) -> None:
         check_drawn(seed, device)
 
 
+@pytest.mark.sample("margin", "amax", "quantiser")
 @pytest.mark.parametrize("margin", [-14, -8, 1, 14])
 @pytest.mark.parametrize("amax", [3.38e38, 1.0, 1e-30, 1e-38])
 def test_every_margin(margin: int, amax: float, quantiser: str, device: str) -> None:

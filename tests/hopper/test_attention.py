@@ -467,6 +467,7 @@ def test_fused_leaves_other_calls_to_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert conditions.fused_unsupported(modified, modified.q, modified.q) is None
 
 
+@pytest.mark.sample("lengths", "gap", "side", "by_sequence")
 @pytest.mark.parametrize("by_sequence", [False, True])
 @pytest.mark.parametrize("side", ["q", "kv"])
 @pytest.mark.parametrize("gap", [0, 5])
