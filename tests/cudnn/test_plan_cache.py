@@ -16,33 +16,15 @@ import cudnn
 from flexattn.kernels_cudnn import plans
 from flexattn.kernels_cudnn.graphs import Target
 from flexattn.kernels_cudnn.plans import PlanCache, PlanNotSupported
+from tests.support.cudnn_builds import Graph, pretended_builds
 
 CPU = torch.device("cpu")
 
 
-class Graph:
-    def get_workspace_size(self) -> int:
-        return 0
-
-
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException | None], list[Any]]]:
-    """build(error): from here on a build raises it, or returns a graph if it is None; the list has all requests."""
-    monkeypatch.setattr(plans, "target_of", lambda device: None)
-    asked: list[Any] = []
-
-    def set_error(error: BaseException | None) -> list[Any]:
-        def answer(sdpa: Any, target: Any) -> Graph:
-            asked.append(sdpa)
-            if error is not None:
-                raise error
-            return Graph()
-
-        monkeypatch.setattr(plans, "build", answer)
-        return asked
-
-    with plans.without_device("a device that is described"):
-        yield set_error
+    with pretended_builds(monkeypatch) as build:
+        yield build
 
 
 PASSING = [

@@ -17,36 +17,19 @@ from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.explain import explain
 from flexattn.dispatch.select import BackendError, RuntimeFailure, forget_rejections
 from flexattn.dispatch.spec import AttentionSpec, Operands
-from flexattn.kernels_cudnn import attention, plans
+from flexattn.kernels_cudnn import attention
 from flexattn.kernels_cudnn.plans import PLANS
 from flexattn.testing import make_call, make_inputs
 from tests.api.test_support import on_h200
-
-
-class Graph:
-    def get_workspace_size(self) -> int:
-        return 0
+from tests.support.cudnn_builds import pretended_builds
 
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException | None], list[Any]]]:
-    """build(error): from here on cuDNN raises it when a graph is built, or builds it if it is None; the list has the requests."""
     monkeypatch.delenv("FLEXATTN_PLANS", raising=False)
     monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
-    monkeypatch.setattr(plans, "target_of", lambda device: None)
     monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: False)  # this asks the library for its version
     monkeypatch.setattr(cudnn_backend, "unsupported", lambda spec, direction: None)
-    asked: list[Any] = []
-
-    def set_error(error: BaseException | None) -> list[Any]:
-        def answer(sdpa: Any, target: Any) -> Graph:
-            asked.append(sdpa)
-            if error is not None:
-                raise error
-            return Graph()
-
-        monkeypatch.setattr(plans, "build", answer)
-        return asked
 
     def forget() -> None:
         forget_rejections()
@@ -54,8 +37,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException |
         cudnn_backend.exact_shapes.clear()
 
     forget()
-    with plans.without_device("a device that is described"):
-        yield set_error
+    with pretended_builds(monkeypatch) as build:
+        yield build
     forget()
 
 

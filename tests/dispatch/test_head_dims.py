@@ -9,37 +9,15 @@ import torch
 
 from flexattn.dispatch import cudnn_backend, eager_backend, triton_backend
 from flexattn.dispatch.select import BackendError, select
-from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Fp8
+from flexattn.dispatch.spec import AttentionSpec, Direction, Fp8
+from tests.dispatch.test_select import ON_CUDA
 
 DIMS = (4, 12, 16, 250, 256, 257, 264, 300, 505, 512, 513, 520, 569, 576, 577, 1024)
 
 
 def spec_of(dim_qk: int, dim_v: int, **changes: Any) -> AttentionSpec:
-    spec = AttentionSpec(
-        q_format="bshd",
-        kv_format="bshd",
-        dtype=torch.bfloat16,
-        num_heads=8,
-        num_heads_kv=8,
-        head_dim_qk=dim_qk,
-        head_dim_v=dim_v,
-        padding=False,
-        band=Band(None, 0, False),
-        bias_type="no_bias",
-        bias_dims=None,
-        softmax_type="vanilla",
-        softcap=False,
-        dropout=False,
-        return_max_logit=False,
-        needs_grad=True,
-        needs_bias_grad=False,
-        deterministic=False,
-        device_type="cuda",
-        capability=(9, 0),
-        length_q=1024,
-        length_kv=1024,
-    )
-    return spec._replace(**changes)
+    own = {"num_heads": 8, "num_heads_kv": 8, "head_dim_qk": dim_qk, "head_dim_v": dim_v, "length_q": 1024, "length_kv": 1024}
+    return ON_CUDA._replace(**{"dtype": torch.bfloat16, **own, **changes})
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

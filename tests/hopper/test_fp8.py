@@ -119,9 +119,8 @@ FUSED = {
 }
 
 
-def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
-    """The kernels' launches by name, as on the device."""
-    is_ragged = features == "everything"
+def call_to_compile(head_dims: tuple[int, int], features: dict[str, Any], is_ragged: bool) -> tuple[Backward, Scale]:
+    """A backward with dout in FP8, gradients in bfloat16, and the scale of all its operands."""
     shape = (256, 4) if is_ragged else (2, 128, 4)
     q, k, v, out, dout = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (*head_dims[:1] * 2, *head_dims[1:] * 3))
     q8, k8, v8, dout8 = (t.to(E4M3) for t in (q, k, v, dout))
@@ -130,17 +129,24 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     lengths: dict[str, Any] = dict.fromkeys((f"cu_seqlens_{x}" for x in ("q", "kv", "q_padded", "kv_padded")), offsets)
     lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
     scale = Scale(torch.ones(2, 4, 2 if is_ragged else 1), 128)
-    lengths = lengths if is_ragged else {}
-    problem = Problem(q8, k8, v8, softmax_scale=0.1, descales=(scale.descale,) * 4, scale_rows=128, **FEATURES[features], **lengths)
-    v_transposed = empty_transposed(v8, 2, E4M3)
+    own = features | (lengths if is_ragged else {})
+    problem = Problem(q8, k8, v8, softmax_scale=0.1, descales=(scale.descale,) * 4, scale_rows=128, **own)
+    return Backward(problem, out, lse, dout8, None, q, k, v), scale
+
+
+def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
+    """The kernels' launches by name, as on the device."""
+    call, scale = call_to_compile(head_dims, FEATURES[features], features == "everything")
+    problem = call.problem
+    v_transposed = empty_transposed(problem.v, 2, E4M3)
     with recorded_launches() as launches:
-        hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), out, lse)
+        hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), call.out, call.lse)
         if max(head_dims) <= 128:
             for is_persistent, dtype in FUSED.values():
-                grads = (torch.zeros_like(t, dtype=dtype) for t in (q, k, v))
+                dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (call.dq, call.dk, call.dv))
                 tile = replace(hopper_fp8_fused.tile_of(problem), is_persistent=is_persistent)
-                hopper_fp8_fused.fp8_fused_backward(Backward(problem, out, lse, dout8, None, *grads), tile)
-        quantize(problem, "kv", v, scale, v8, v_transposed)
+                hopper_fp8_fused.fp8_fused_backward(call._replace(dq=dq, dk=dk, dv=dv), tile)
+        quantize(problem, "kv", call.dv, scale, problem.v, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
     forms = iter(FUSED)
     names = [next(forms) if name == "fused_fp8" else name for name in names]

@@ -17,7 +17,6 @@ from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
-from flexattn.kernels_triton.gluon.descales import Scale
 from flexattn.kernels_triton.gluon.descriptors import descriptor_error
 from flexattn.kernels_triton.hopper import dkdv_consumer, dq_consumer, fp8_backward_operands
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
@@ -26,7 +25,7 @@ from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
-from tests.hopper.test_fp8 import BANDS, FEATURES, HEAD_DIMS, on_hopper
+from tests.hopper.test_fp8 import BANDS, FEATURES, HEAD_DIMS, call_to_compile, on_hopper
 from tests.hopper.test_fp8 import UNEVEN as UNEVEN_AND_LONG
 from tests.hopper.test_mods import FEATURES as MODS
 from tests.hopper.test_mods import HEADS, LOOP_SPILLS, make_case
@@ -211,19 +210,10 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
 
 def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     """The kernels' launches by name, as on the device."""
-    is_ragged = features == "everything"
-    shape = (256, 4) if is_ragged else (2, 128, 4)
-    q, k, v, out, dout = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (*head_dims[:1] * 2, *head_dims[1:] * 3))
-    q8, k8, v8, dout8 = (t.to(E4M3) for t in (q, k, v, dout))
-    lse = torch.zeros(4, 256) if is_ragged else torch.zeros(2, 4, 128)
-    offsets = torch.tensor([0, 128, 256], dtype=torch.int32)
-    lengths: dict[str, Any] = dict.fromkeys((f"cu_seqlens_{x}" for x in ("q", "kv", "q_padded", "kv_padded")), offsets)
-    lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
-    own = {"window_right": 0, "softcap": 30.0} if features == "softcap" else FEATURES[features] | (lengths if is_ragged else {})
-    scale = Scale(torch.ones(2, 4, 2 if is_ragged else 1), 128)
-    problem = Problem(q8, k8, v8, softmax_scale=0.1, descales=(scale.descale,) * 4, scale_rows=128, **own)
+    own = {"window_right": 0, "softcap": 30.0} if features == "softcap" else FEATURES[features]
+    call, _ = call_to_compile(head_dims, own, features == "everything")
     with recorded_launches() as launches:
-        hopper_fp8_backward.fp8_backward(Backward(problem, out, lse, dout8, None, q, k, v))
+        hopper_fp8_backward.fp8_backward(call)
     names = [x.kernel.__name__.removeprefix("_attn_bwd_").removesuffix("_fp8_hopper_kernel") for x in launches]
     return dict(zip(names, launches, strict=True))
 
