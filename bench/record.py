@@ -247,7 +247,7 @@ def _plain(value: object, kind: type, name: str) -> Any:
     return value
 
 
-_hints = functools.cache(get_type_hints)  # which evaluates each annotation anew, and a file has thousands of rows
+_hints = functools.cache(get_type_hints)  # it evaluates each annotation anew, and a file has thousands of rows
 
 
 def _typed(kind: Any, fields: Any, name: str) -> Any:

@@ -119,7 +119,7 @@ def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
         assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
 
 
-# As few tiles as have a block of two kinds of rows in each direction, a sequence without queries, and one without keys.
+# Few tiles: a sequence with two blocks in each direction, one without queries, and one without keys.
 FEW_TILES = {"lengths_q": [0, 140, 1], "lengths_kv": [40, 150, 0], "num_heads": 4, "num_heads_kv": 2}
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 
