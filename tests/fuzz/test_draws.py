@@ -77,6 +77,7 @@ def drawn_configs() -> list[Config]:
     return [draw_config(seed, ON_GPU) for seed in range(4000)]
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", RARE_BACKWARDS)
 def test_backwards_for_sm_90_that_few_calls_reach_are_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
