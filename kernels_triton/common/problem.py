@@ -34,6 +34,7 @@ from flexattn.kernels_triton.common.tiles import (
     LATENT,
     SHORT,
     SMALL_MEMORY,
+    Loaded,
     Table,
     cdiv,
     row_of,
@@ -308,12 +309,18 @@ class Problem:
         return self.bias is not None or self.dropout_p > 0 or reads_tiles or bool(self.descales_kv)
 
     @property
-    def bias_align(self) -> int:
-        """The elements, up to 8, that divide the bias's strides and keys; 0 with a band or another modification."""
-        others = (self.alibi_slopes, self.mods, self.block_mask, self.window_left, self.window_right)
-        is_plain = self.softcap == 0 and self.dropout_p == 0 and not self.is_fp8 and not self.descales_kv
-        is_alone = is_plain and all(x is None for x in others)
-        return 0 if self.bias is None or not is_alone else _bias_alignment(self.bias)
+    def loaded(self) -> Loaded | None:
+        """The numbers that are loaded beside the scores; None if there are none (`is_loaded`)."""
+        if not self.is_loaded:
+            return None
+        is_scored = self.softcap > 0 or self.alibi_slopes is not None or (self.mods is not None and self.mods.score is not None)
+        is_bias_alone = not (is_scored or self.dropout_p > 0 or self.is_fp8 or self.descales_kv or self.is_batch_invariant)
+        if self.bias is None or not is_bias_alone:
+            return Loaded()
+        if self.window_left is not None or self.window_right is not None:
+            return Loaded(has_band=True)
+        has_mask = self.mods is not None or self.block_mask is not None
+        return Loaded(has_mask=True) if has_mask else Loaded(bias_align=_bias_alignment(self.bias))
 
     @property
     def is_modified(self) -> bool:
@@ -383,10 +390,9 @@ class Problem:
             self.q.element_size(),
             head_dims,
             is_whole=not (self._parts(self.q)[1] or self._parts(self.v)[1]),
-            is_loaded=self.is_loaded,
+            loaded=self.loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
             length=SHORT + 1 if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
-            bias_align=self.bias_align,
         )
         if self.alibi_slopes is not None and table is not FORWARD and capability in SMALL_MEMORY:
             tile = _cut(tile, 64, 64)

@@ -11,7 +11,8 @@ of 8.0, 8.6 and 12.0 up to 512 were the fastest of several when an NVIDIA H200 r
 - the first FP8 row of 9.0 up to 256, the fastest of a few, causal at 8,192 tokens on an NVIDIA H200: fp8_tiles_h200.json
 - `ONE_GRID` and `DQ_PART`: short_backwards_h100.json
 - `PREPROCESS`: small_kernels_h200.json
-- `Row.biased`, `Row.biased_brief` and `Row.brief`, 5 to 25 % less time than the tiles before: biased_tiles_h200.json
+- `Row.brief`, 5 to 25 % less time than the tiles before: biased_tiles_h200.json
+- `Row.biased` and the other tiles for a bias: biased_tiles_again_h200.json
 """
 
 from __future__ import annotations
@@ -58,9 +59,19 @@ class Row(NamedTuple):
     short: Tile | None = None  # for at most SHORT queries and keys: two small programs hide each other's latency at their ends
     few: Tile | None = None  # for a forward of at most FEW queries: small programs hide each other's waits for keys
     tiny: Tile | None = None  # if a bias or dropout is loaded, for at most TINY queries and keys, which one block holds
-    biased: Tile | None = None  # for a `Problem.bias_align` of 8: narrower loads need more registers
-    biased_brief: Tile | None = None  # for one of 2 or more, and at most BRIEF queries and keys
+    biased: Tile | None = None  # for a `Loaded.bias_align` of 8: narrower loads need more registers
+    biased_brief: Tile | None = None  # for one of 1 or more, and at most BRIEF queries and keys
+    biased_band: Tile | None = None  # for a bias with a band
+    biased_mask: Tile | None = None  # for a bias with a mask_mod
     brief: Tile | None = None  # for at most BRIEF queries and keys, if nothing is loaded
+
+
+class Loaded(NamedTuple):
+    """Tensors or random numbers beside the scores, as they select a tile. Fields are set if a bias is alone but for masks."""
+
+    bias_align: int = 0  # elements, up to 8, that divide the bias's strides and keys; 0 with a band or a mask
+    has_band: bool = False
+    has_mask: bool = False  # a mask_mod, and no band
 
 
 SHORT = 1024
@@ -112,14 +123,24 @@ FORWARD: Table = {
         Row(1088, Tile(32, 16, 8, 2), Tile(16, 32, 8, 1)),
     ),
     (90, 2): (
-        Row(64, Tile(64, 64, 4, 3), Tile(128, 32, 4, 3), tiny=Tile(64, 32, 4, 4), biased=Tile(64, 64, 4, 3, registers=96)),
+        Row(
+            64,
+            Tile(64, 64, 4, 3),
+            Tile(128, 32, 4, 3),
+            tiny=Tile(64, 32, 4, 4),
+            biased=Tile(64, 64, 4, 3, registers=96),
+            biased_brief=Tile(64, 32, 4, 3, registers=80),
+            biased_band=Tile(64, 64, 4, 3, registers=96),
+            biased_mask=Tile(128, 32, 4, 4, registers=128),
+        ),
         Row(
             128,
             Tile(64, 64, 4, 3),
             Tile(64, 64, 4, 3),
             brief=Tile(64, 32, 4, 3),
             biased=Tile(128, 64, 8, 3, registers=128),
-            biased_brief=Tile(64, 64, 4, 2, registers=128),
+            biased_brief=Tile(64, 32, 4, 3, registers=128),
+            biased_band=Tile(64, 64, 4, 2, registers=128),
         ),
         Row(
             192,
@@ -334,24 +355,24 @@ def select_tile(
     head_dims: int,
     *,
     is_whole: bool,
-    is_loaded: bool,
+    loaded: Loaded | None,
     is_open: bool,
     length: int,
-    bias_align: int = 0,
 ) -> Tile:
     """Returns the committed tile of a problem with more than FEW queries.
 
-    head_dims: `Problem.head_dims`. is_whole: each head dim is one part. is_loaded: the problem has a bias or dropout. is_open: its
-    band is open on both sides. length: its longest sequence, of queries or of keys. bias_align: `Problem.bias_align`.
+    head_dims: `Problem.head_dims`. is_whole: each head dim is one part. loaded: None without a bias and dropout. is_open: its band
+    is open on both sides. length: its longest sequence, of queries or of keys.
     """
     row = row_of(table, capability, element_size, head_dims)
     # ptxas miscompiles tiles of one stage if a head dim has two parts (`sass_registers`).
-    if is_loaded:
+    if loaded is not None:
+        if length <= BRIEF and row.biased_brief is not None and loaded.bias_align > 0:
+            return row.biased_brief
         if length <= TINY and row.tiny is not None and (is_whole or row.tiny.num_stages > 1):
             return row.tiny
-        if length <= BRIEF and row.biased_brief is not None and bias_align > 1:
-            return row.biased_brief
-        return row.biased if row.biased is not None and bias_align == 8 else row.loaded
+        own = (loaded.bias_align == 8, row.biased), (loaded.has_band, row.biased_band), (loaded.has_mask, row.biased_mask)
+        return next((tile for applies, tile in own if applies and tile is not None), row.loaded)
     if length <= BRIEF and row.brief is not None:
         return row.brief
     if is_open and row.open is not None and (is_whole or row.open.num_stages > 1):
@@ -499,7 +520,7 @@ HOPPER_TANGENT = tuple(
         registers=240,
         q_stages=q_stages,
         out_parts=2,
-        pingpong=False,
+        pingpong=head_dim > 64,
         is_lazy=is_lazy,
     )
     for head_dim, block_n, num_stages, q_stages, is_lazy in (

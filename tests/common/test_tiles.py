@@ -300,8 +300,8 @@ def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
         for element_size in (2, 4) if capability and capability < 89 else (1, 2, 4):
             widths_qk, widths_v = widths[:2] if element_size == 2 else (widths[2], widths[2])
             for total in {a + b for a in widths_qk for b in widths_v}:
-                for is_loaded, is_open, length in itertools.product((False, True), (False, True), (1, configs.SHORT + 1)):
-                    kind = {"is_whole": total % 3 > 0, "is_loaded": is_loaded, "is_open": is_open}
+                for loaded, is_open, length in itertools.product((None, configs.Loaded()), (False, True), (1, configs.SHORT + 1)):
+                    kind = {"is_whole": total % 3 > 0, "loaded": loaded, "is_open": is_open}
                     tile = select_tile(table, capability, element_size, total, length=length, **kind)
                     assert all(n >= 16 and n & (n - 1) == 0 for n in tile[:2])
 
@@ -311,19 +311,24 @@ def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
     for (capability, element_size), rows in table.items():
         for row in rows:
             tile = functools.partial(select_tile, table, capability, element_size, row.head_dims, is_whole=True)
-            banded = functools.partial(tile, is_loaded=False, is_open=False)
+            banded = functools.partial(tile, loaded=None, is_open=False)
             assert {banded(length=length) for length in (1, 100, configs.BRIEF)} == {row.brief or row.short or row.tile}
             assert {banded(length=length) for length in (configs.BRIEF + 1, configs.SHORT)} == {row.short or row.tile}
             assert {banded(length=length) for length in (configs.SHORT + 1, 10**6)} == {row.tile}
-            assert tile(length=10**6, is_loaded=False, is_open=True) == (row.open or row.tile)
-            assert tile(length=1, is_loaded=False, is_open=True) == (row.brief or row.open or row.short or row.tile)
-            assert tile(length=configs.TINY, is_loaded=True, is_open=True) == (row.tiny or row.loaded)
-            assert tile(length=configs.TINY + 1, is_loaded=True, is_open=True) == row.loaded
-            biased = functools.partial(tile, is_loaded=True, is_open=True)
-            assert {biased(length=length, bias_align=8) for length in (configs.BRIEF + 1, 10**6)} == {row.biased or row.loaded}
-            assert biased(length=configs.BRIEF + 1, bias_align=4) == biased(length=configs.BRIEF, bias_align=1) == row.loaded
-            assert biased(length=configs.BRIEF, bias_align=2) == (row.biased_brief or row.loaded)
-            parts = tile(length=1, is_loaded=True, is_open=True, is_whole=False)
+            assert tile(length=10**6, loaded=None, is_open=True) == (row.open or row.tile)
+            assert tile(length=1, loaded=None, is_open=True) == (row.brief or row.open or row.short or row.tile)
+
+            def biased(length: int, align: int = 0, tile: Any = tile, **more: bool) -> Any:
+                return tile(length=length, loaded=configs.Loaded(align, **more), is_open=True)
+
+            assert biased(configs.TINY) == (row.tiny or row.loaded)
+            assert biased(configs.TINY + 1) == row.loaded
+            assert {biased(length, 8) for length in (configs.BRIEF + 1, 10**6)} == {row.biased or row.loaded}
+            assert biased(configs.BRIEF + 1, 4) == row.loaded
+            assert {biased(length, 1) for length in (1, configs.BRIEF)} <= {row.biased_brief or row.tiny or row.loaded, row.loaded}
+            assert biased(10**6, has_band=True) == (row.biased_band or row.loaded)
+            assert biased(10**6, has_mask=True) == (row.biased_mask or row.loaded)
+            parts = tile(length=1, loaded=configs.Loaded(), is_open=True, is_whole=False)
             assert parts in ((row.tiny, row.loaded) if row.tiny is None or row.tiny.num_stages > 1 else (row.loaded,))
 
 
