@@ -224,7 +224,7 @@ def test_explain_names_the_kernels_of_derivatives() -> None:
         return details.partition("tangents and second derivatives: ")[2].partition("\n")[0]
 
     assert told(backend="eager") == "torch operations"
-    assert told(backend="triton") == "triton"
+    assert told(backend="triton", bias=q.new_zeros(1, 1, 16, 16), bias_type="post_scale_bias") == "triton"
     assert told(backend="eager", fp8_recipe=flexattn.fp8.Recipe()) == ""
 
 
