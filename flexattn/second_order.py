@@ -209,15 +209,17 @@ class AttendAlong(_WithRule):
         call, saved = ctx.call, ctx.saved_tensors  # once: checkpointing gives them only once
         out, lse, *rest = saved
         tensors = rest[: call.ends[1]]
-        of_tensors: list[Tensor | None] = [None] * len(tensors)
-        of_tangents: list[Tensor | None] = [None] * (len(rest) - len(tensors))
+        tensor_gradients: list[Tensor | None] = [None] * len(tensors)
+        tangent_gradients: list[Tensor | None] = [None] * (len(rest) - len(tensors))
         if dout is not None or dlse is not None:
             dout = torch.zeros_like(out) if dout is None else dout
-            of_tensors = call.scattered(Backward.apply(call, out, lse, dout, dlse, *tensors))  # type: ignore[no-untyped-call]
+            tensor_gradients = call.scattered(Backward.apply(call, out, lse, dout, dlse, *tensors))  # type: ignore[no-untyped-call]
         if dtout is not None or dtlse is not None:
-            second, of_tangents = Tangent.gradients(call, saved, dtout, dtlse)
-            of_tensors = [b if a is None else a if b is None else a + b for a, b in zip(of_tensors, second, strict=True)]
-        return None, *of_tensors, *of_tangents
+            second, tangent_gradients = Tangent.gradients(call, saved, dtout, dtlse)
+            tensor_gradients = [
+                b if a is None else a if b is None else a + b for a, b in zip(tensor_gradients, second, strict=True)
+            ]
+        return None, *tensor_gradients, *tangent_gradients
 
     @staticmethod
     def jvp(ctx: FunctionContext, *_: Tensor | None) -> NoReturn:
@@ -254,8 +256,8 @@ class Tangent(_WithRule):
 
     @staticmethod
     def backward(ctx: FunctionContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_tensors, of_tangents = Tangent.gradients(ctx.call, ctx.saved_tensors, dout, dlse)
-        return None, None, None, *of_tensors, *of_tangents
+        tensor_gradients, tangent_gradients = Tangent.gradients(ctx.call, ctx.saved_tensors, dout, dlse)
+        return None, None, None, *tensor_gradients, *tangent_gradients
 
     @staticmethod
     def gradients(
