@@ -54,6 +54,7 @@ LATER = {
         *("kernels_triton/sparse", "dispatch/key_lists.py", "flexattn/key_lists.py", "flexattn/indexer.py"),
         *("flexattn/latent_rows.py", "flexattn/integrations/transformers/selection.py", "bench/sparse.py"),
     ),
+    "forwards with a tangent": ("kernels_triton/hopper/tangent.py",),
     "second derivatives": (
         *(
             "kernels_triton/second_order",
@@ -90,6 +91,7 @@ TARGETS = [
     Target("lines of device code for lists of keys", most=1_050, holds=True),
     Target("lines of device code for lists of blocks", most=220, holds=True),
     Target("lines of device code for second derivatives", most=480, holds=True),
+    Target("lines of device code for forwards with a tangent", most=400, holds=True),
     Target("lines of device code for statistics", most=150, holds=True),
     Target("lines of device code for few keys and head dims in parts", most=300, holds=True),
     Target("lines of device code for backward above head dim 256", most=220, holds=True),

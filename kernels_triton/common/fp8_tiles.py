@@ -10,9 +10,9 @@ import triton.language as tl
 from flexattn.kernels_triton.common.copies import load_columns
 
 
+# Returns the factor of the block of rows that contains `row`. A tile of a block mask may begin past the end, without a factor.
 @triton.jit
 def load_descale(scale, b, h, row, length, META: tl.constexpr):
-    # Returns the factor of the block of rows that contains `row`. A tile of a block mask may begin past the end, without a factor.
     offset = b * scale.stride_b + h * scale.stride_h
     if META.HAS_BLOCK_SCALES:
         offset += tl.maximum(tl.minimum(row, length - 1), 0) // META.SCALE_ROWS * scale.stride_block

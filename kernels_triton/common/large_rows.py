@@ -98,8 +98,7 @@ def _attn_bwd_large_rows_kernel(args: Arguments, IS_PART: tl.constexpr, MODS: tl
             score_scale = inputs.scores.scale
             if META.IS_FP8:
                 scales = inputs.scales
-                descale = load_descale(scales.q, b, h, first_row, len_q, META)
-                descale *= load_descale(scales.k, b, h_kv, n, len_kv, META)
+                descale = load_descale(scales.q, b, h, first_row, len_q, META) * load_descale(scales.k, b, h_kv, n, len_kv, META)
                 qk, score_scale = descaled(qk, descale, score_scale, META)
             s, _factor, _cap_tanh, _score = logits(qk, i, j, score_scale, head, MODS, META)
             s = tl.where(visible_keys(i, j, len_kv, shift_of_band, inputs.band, META), s, float("-inf"))

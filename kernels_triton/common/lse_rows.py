@@ -25,10 +25,10 @@ def large_part(lse):
     return tl.where((size >= LARGE) & (size < float("inf")), lse, 0.0)
 
 
+# Returns s - lse. Without the maximum, the compiler may fuse a multiplication that made s with the subtraction. But s must be
+# rounded as in the forward, because lse is such a number.
 @triton.jit
 def minus_lse_exactly(s, lse):
-    # Returns s - lse. Without the maximum, the compiler may fuse a multiplication that made s with the subtraction. But s must be
-    # rounded as in the forward, because lse is such a number.
     return tl.maximum(s, LOWEST, propagate_nan=tl.PropagateNan.ALL) - lse
 
 

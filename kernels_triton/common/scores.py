@@ -36,10 +36,10 @@ def load_bias(head, i, j, META: tl.constexpr):
     return bias
 
 
+# Returns the tile of BLOCK_N keys from n on, all of them before the end. The load needs no mask: a query past the end has the
+# last query's bias, and its result is not stored.
 @triton.jit
 def load_whole_bias(head, i, n, BLOCK_N: tl.constexpr, META: tl.constexpr):
-    # Returns the tile of BLOCK_N keys from n on, all of them before the end. The load needs no mask: a query past the end has the
-    # last query's bias, and its result is not stored.
     bias = 0.0
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
         step = 1 if META.BIAS_ALIGN > 0 else head.bias_stride_n
@@ -49,9 +49,9 @@ def load_whole_bias(head, i, n, BLOCK_N: tl.constexpr, META: tl.constexpr):
     return bias
 
 
+# Multiples of ALIGN let the compiler copy up to 16 bytes at once. Copies of less than 4 bytes cannot be asynchronous.
 @triton.jit
 def _bias_offsets(head, i, j, META: tl.constexpr):
-    # Multiples of ALIGN let the compiler copy up to 16 bytes at once. Copies of less than 4 bytes cannot be asynchronous.
     ALIGN: tl.constexpr = META.BIAS_ALIGN
     columns = j if ALIGN > 0 else j.to(tl.int64) * head.bias_stride_n
     offsets = i.to(tl.int64) * aligned_stride(head.bias_stride_m, META) + columns
@@ -65,11 +65,11 @@ def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr
     return biased_logits(qk, load_bias(head, i, j, META), i, j, softmax_scale, head, MODS, META)
 
 
+# bias: from `load_bias`. Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask.
+# cap_tanh is the softcap's tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale is
+# folded into the exponent's multiply-add.
 @triton.jit
 def biased_logits(qk, bias, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr):
-    # bias: from `load_bias`. Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask.
-    # cap_tanh is the softcap's tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale is
-    # folded into the exponent's multiply-add.
     s = qk
     factor = tl.maximum(softmax_scale * LOG2E, 1e-37)  # a masked score is -inf, and -inf * 0 would be NaN
     cap_tanh = 0.0

@@ -104,13 +104,13 @@ def blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, MET
     return num_blocks, block_range
 
 
+# Returns the iterations [begin, end) over key blocks that need no mask for queries [m_start, m_start + QUERIES). Iterations run
+# from the last key block down, and those before FIRST are always masked. end = 0 if there are too few of these blocks for a
+# separate loop.
 @gluon.jit
 def unmasked_blocks(
     m_start, QUERIES: gl.constexpr, num_blocks, block_range, band: SequenceBand, FIRST: gl.constexpr, META: gl.constexpr
 ):
-    # Returns the iterations [begin, end) over key blocks that need no mask for queries [m_start, m_start + QUERIES). Iterations run
-    # from the last key block down, and those before FIRST are always masked. end = 0 if there are too few of these blocks for a
-    # separate loop.
     begin = FIRST
     end = num_blocks
     right_end = band.len_kv  # keys from left_end to right_end are visible to all queries

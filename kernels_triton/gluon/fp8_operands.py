@@ -15,10 +15,10 @@ P_SHIFT = gl.constexpr(8.0)
 P_SCALE = gl.constexpr(2.0**P_SHIFT.value)
 
 
+# Returns the descale of the block that contains `row`; a tile of descales for a tile of rows. A listed block, and a program's
+# own rows, may be past the end, where no descale is.
 @gluon.jit
 def load_descale(scale: Descale, b, h, row, length):
-    # Returns the descale of the block that contains `row`; a tile of descales for a tile of rows. A listed block, and a program's
-    # own rows, may be past the end, where no descale is.
     row = gl.maximum(gl.minimum(row, length - 1), 0)
     return gl.load(scale.ptr + b * scale.stride_b + h * scale.stride_h + row // scale.block_rows * scale.stride_block)
 

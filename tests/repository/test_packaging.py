@@ -184,7 +184,7 @@ def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path])
     required = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE))
     not_imported = {IMPORTED_AS.get(name, name) for name in required} - imported
     site_tools = {"mkdocs-material", "mkdocstrings"}
-    assert not_imported == {"mypy", "ruff", "importlinter", "xdist", *site_tools, *CUDNN_LIBRARIES}
+    assert not_imported == {"mypy", "ruff", "importlinter", *site_tools, *CUDNN_LIBRARIES}
 
 
 @pytest.mark.slow
