@@ -25,11 +25,11 @@ def large_part(lse):
     return tl.where((size >= LARGE) & (size < float("inf")), lse, 0.0)
 
 
-# Returns s - lse. Without the maximum, the compiler may fuse a multiplication that made s with the subtraction. But s must be
-# rounded as in the forward, because lse is such a number.
+# Returns s - lse. Without the minimum, the compiler may fuse a multiplication that made s with the subtraction. But s must be
+# rounded as in the forward, because lse is such a number. A score of -inf stays, also beside an lse that is the lowest number.
 @triton.jit
 def minus_lse_exactly(s, lse):
-    return tl.maximum(s, LOWEST, propagate_nan=tl.PropagateNan.ALL) - lse
+    return tl.minimum(s, -LOWEST, propagate_nan=tl.PropagateNan.ALL) - lse
 
 
 class Large(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import attention
+from flexattn import AuxRequest, attention
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.large_logits import LARGEST, LARGEST_OF_GRADIENTS, check_logits
@@ -399,3 +399,18 @@ def test_a_descale_that_is_nan_shows(name: str, how: str, device: str, monkeypat
     assert out[:, :, :heads].isnan().all()
     assert not out[:, :, heads:].isnan().any()
     assert name == "v" or lse[:, :heads].isnan().all()
+
+
+def test_a_key_hidden_by_infinity_in_a_row_of_the_lowest_number() -> None:
+    """Its score is -inf and lse is the lowest number: their difference is -inf, not 0."""
+    bias = torch.full((1, 2, 20, 20), torch.finfo(torch.float32).min)
+    bias[..., 3] = -torch.inf
+    bias[..., :5, :] = 0.0
+    found = []
+    for backend in ("triton", "eager"):
+        tensors = [torch.randn(1, 20, 2, 16, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(3)]
+        call = {"bias": bias, "bias_type": "post_scale_bias", "backend": backend}
+        out, aux = attention(*tensors, **call, return_aux=AuxRequest(column_sums=True))
+        found.append([out.detach(), aux.column_sums, *torch.autograd.grad(out.sin().sum(), tensors)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
