@@ -202,14 +202,14 @@ def _compare_gradient(
     out_eps = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
     steepness = STEEPEST.get(config.score_mod or "", 1.0)
     cuts = config.head_dim_v / ADDED_AT_ONCE if is_cut(config) else 0.0
-    delta_error, factor_error = steepness * (SCORE_STEPS + cuts) * eps * config.head_dim_v**0.5, 0.0
+    delta_error = steepness * (SCORE_STEPS + cuts) * eps * config.head_dim_v**0.5
     if out_eps and call.dout is not None and ref.out.numel():
         rounded_out = torch.where(row_of_out(ref.is_rounded, config.q_format), ref.out * call.dout.double(), 0.0).nan_to_num()
         delta_error = delta_error + steepness * OUT_STEPS * out_eps / 2 * rounded_out.square().sum(-1).max().sqrt()
-        factor_error = steepness * out_eps / 2 * rounded_out.sum(-1).abs().max()  # that all columns share (`delta.delta_errors`)
-    # Captures may multiply a score's gradient by the distance of a query and a key. Granted are sums that are made of scores.
-    noise = ref.noise.get(name) if name in ("q", "k", *config.captures) else None
-    if noise is not None and name != "q":  # it adds up over queries with the signs of one draw, as plain torch's error does
+    # What is left of a score's gradient may have one sign in several rows: all columns of out have the factor of a single key's
+    # weight, and heads may share v and dout. Captures may multiply it by the distance of a query and a key.
+    noise = ref.noise.get(name)
+    if noise is not None and name in ("k", *config.captures):  # it adds up over queries with the signs of few draws
         noise = GRADIENT_FACTOR * noise
     if name in ("q", "k"):
         terms = ref.num_scores * leaf.shape[-1] / max(1, leaf.numel())
@@ -223,7 +223,7 @@ def _compare_gradient(
     else:  # sums of the gradients of many scores, which may cancel altogether
         terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
         score_error = ref.largest.clamp(min=1.0) if config.score_mod in MULTIPLY else 1.0
-        errors = cancelled * (ref.dscore + DP) + out_eps / 4.0 * ref.dscore + delta_error / 4.0 + factor_error
+        errors = cancelled * (ref.dscore + DP) + out_eps / 4.0 * ref.dscore + delta_error / 4.0
         least = errors * score_error * max(1.0, terms) ** 0.5
     verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least, noise)
 

@@ -21,7 +21,7 @@ FP8_ROUNDINGS = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # half of th
 ADDED_AT_ONCE = 16  # products that a tensor core adds to a sum before it cuts it: up to a unit in the last place is lost each time
 
 
-def delta_errors(call: Call, ref: Result) -> Tensor:
+def delta_errors(call: Any, ref: Result) -> Tensor:
     """Returns a bound of the error of delta and dp in each row, shaped like lse, with the sign of delta.
 
     - float32: a sum is rounded ROW_STEPS times. A tensor core cuts it head_dim_v / ADDED_AT_ONCE times, and loses half a unit in
@@ -49,31 +49,35 @@ def delta_errors(call: Call, ref: Result) -> Tensor:
     return _as_lse(errors * delta.sign(), config.q_format)
 
 
-def tangent_errors(call: Any, ref: Result) -> Tensor:
-    """Returns a bound of the error of the tangents of delta and dp in each row, shaped like lse, with the sign of delta.
+def tangent_errors(call: Any, ref: Result, tout: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns bounds of the errors of delta and dp, and of their tangents, in each row, shaped like lse, with the sign of delta.
 
-    dp's tangent is a product of dout and a tangent of v, whose numbers have a size of 1, rounded as dp is. Delta's has it times p,
-    which is exp of a score less lse: both are rounded, and the score's and lse's product with log2(e) too, by lse * eps together.
+    tout: the exact tangent of out. dp's tangent is a product of dout and a tangent of v, whose numbers have a size of 1, rounded as
+    dp is. Delta's has it times p, which is exp of a score less lse: both are rounded, and the score's and lse's product with
+    log2(e) too, by lse * eps together.
     """
     if call.dout is None:
-        return torch.zeros_like(ref.lse)
+        return torch.zeros_like(ref.lse), torch.zeros_like(ref.lse)
     config = call.config
     dout = call.dout.double().nan_to_num(0.0, 0.0, 0.0)
-    rows = _as_lse(dout.square().sum(-1).sqrt() * _terms(call, ref).sum(-1).sign(), config.q_format)
+    signs = _as_lse(_terms(call, ref).sum(-1).sign(), config.q_format)
     cuts = config.head_dim_v / ADDED_AT_ONCE / 2.0 if is_cut(config) else 0.0
     eps = torch.finfo(torch.float64 if config.dtype is torch.float64 else torch.float32).eps / (1.0 - config.dropout_p)
-    return (ROW_STEPS + cuts + ref.lse.detach().abs().nan_to_num(0.0, 0.0, 0.0)) * eps * rows
+    sizes = _as_lse(dout.square().sum(-1).sqrt(), config.q_format)
+    errors = (ROW_STEPS + cuts + ref.lse.detach().abs().nan_to_num(0.0, 0.0, 0.0)) * eps * sizes
+    if config.dtype in HALF:
+        errors = errors + _as_lse(tangent_of_delta_errors(call, tout), config.q_format)
+    return delta_errors(call, ref), errors * signs
 
 
-def tangent_of_delta_error(call: Any, tout: Tensor) -> Tensor:
-    """Returns a bound of the error of delta's tangent, a sum of tout * dout, that rounding to 16 bits makes in any row.
+def tangent_of_delta_errors(call: Any, tout: Tensor) -> Tensor:
+    """Returns a bound of the error of delta's tangent, a sum of tout * dout, that rounding to 16 bits makes in each row of out.
 
     tout: the exact tangent of out. Weights are rounded before their product with the tangent of v, as in `delta_errors`. Dropout's
     factor makes the weight of a single key inexact.
     """
     terms = tout * call.dout.double().nan_to_num(0.0, 0.0, 0.0)
-    errors = ROW_OUT_STEPS * terms.square().sum(-1).sqrt() + terms.sum(-1).abs()
-    return torch.finfo(call.config.dtype).eps / 2.0 * errors.amax()
+    return torch.finfo(call.config.dtype).eps / 2.0 * (ROW_OUT_STEPS * terms.square().sum(-1).sqrt() + terms.sum(-1).abs())
 
 
 def fp8_delta_deviations(call: Call, ref: Result) -> Tensor:

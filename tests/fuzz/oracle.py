@@ -108,7 +108,7 @@ class Twice(NamedTuple):
 
     found: dict[str, Tensor]
     size: Tensor  # the largest of the scores' gradients and tangents, and of products of both
-    noise: dict[str, Tensor]  # the errors of the tensors' derivatives that errors of delta's tangent make, one a row
+    noise: dict[str, Tensor]  # the errors of the tensors' derivatives that errors of delta and of its tangent make, one a row
 
 
 def twice(
@@ -118,11 +118,12 @@ def twice(
     dlse: Tensor | None,
     along: dict[str, Tensor],
     is_exact: bool,
-    delta_errors: Callable[[Result], Tensor] | None = None,
+    delta_errors: Callable[[Result, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Twice:
     """Returns derivatives along tangents of the tensors, in float64 or as `plain` computes. The double backward of autograd.
 
-    delta_errors: returns an error of delta's tangent for each row, shaped like lse, of which `noise` is made.
+    delta_errors: returns an error of delta and one of its tangent for each row, shaped like lse, of which `noise` is made. It
+    receives the result and the tangent of out.
     """
     own = tensors["q"].dtype
     dtype = torch.float64 if is_exact else torch.float32 if own in (torch.float16, torch.bfloat16) else own
@@ -137,10 +138,6 @@ def twice(
         given = zeros if seed is None else torch.where(as_output(is_real, problem.q, shape), seed.to(dtype), 0.0)
         seeds.append(given.detach().requires_grad_())
     sources, tangents = [leaves[name] for name in along], [t.to(dtype).nan_to_num(0.0) for t in along.values()]
-    noise: dict[str, Tensor] = {}
-    if delta_errors is not None and along and result.lse.requires_grad:
-        errors = torch.where(_to_lse_format(is_real, problem.q, shape), delta_errors(result), 0.0)
-        noise = _noise(result.lse, {name: leaves[name] for name in along}, errors)
     outputs = [(t, seed) for t, seed in zip((result.out, result.lse), seeds, strict=True) if t.requires_grad]
     names, every = ("out", "lse", *along), [*seeds, *sources]
     found: Sequence[Tensor] = [torch.zeros_like(t) for t in every]
@@ -153,10 +150,22 @@ def twice(
         if pairs:
             more = [scores] if scores.requires_grad else []
             found = torch.autograd.grad(
-                [g for g, _ in pairs], [*every, *more], [t for _, t in pairs], allow_unused=True, materialize_grads=True
+                [g for g, _ in pairs],
+                [*every, *more],
+                [t for _, t in pairs],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
             )
         sizes = [t.detach().abs().amax().double() for t in (*found, *gradients[len(sources) :]) if t.numel()]
         size = torch.stack([*sizes, size]).amax()
+    noise: dict[str, Tensor] = {}
+    if is_exact and delta_errors is not None and along and result.lse.requires_grad:
+        is_row, used = _to_lse_format(is_real, problem.q, shape), {name: leaves[name] for name in along}
+        first_errors, second_errors = (torch.where(is_row, t, 0.0) for t in delta_errors(result, found[0].detach()))
+        noise = _noise(result.lse, used, second_errors)
+        for name, t in _noise(result.lse, used, first_errors, tangents).items():
+            noise[name] = noise.get(name, 0.0) + t
     return Twice({name: t.detach() for name, t in zip(names, found, strict=False)}, size, noise)
 
 
@@ -191,19 +200,27 @@ def _results(
     return result._replace(out=result.out.detach(), lse=result.lse.detach(), gradients=gradients, dscore=dscore)
 
 
-def _noise(lse: Tensor, leaves: dict[str, Tensor], errors: Tensor) -> dict[str, Tensor]:
+def _noise(lse: Tensor, leaves: dict[str, Tensor], errors: Tensor, along: Sequence[Tensor] = ()) -> dict[str, Tensor]:
     """Returns the errors of gradients that errors of delta, one a row, make: of p * (dp - delta), as a gradient of lse does.
 
     The signs of errors are independent. With one draw of them, those of a few rows may cancel, so each number is the largest of
-    several draws. The first has the given signs.
+    several draws. The first has the given signs. along: tangents of the leaves, along which the errors' derivatives are returned.
     """
     generator = torch.Generator(errors.device).manual_seed(0)
     draws = [torch.randint(0, 2, errors.shape, generator=generator, device=errors.device) * 2 - 1 for _ in range(SIGNS - 1)]
-    found = [
-        torch.autograd.grad(lse, [*leaves.values()], errors * signs, retain_graph=True, allow_unused=True) for signs in (1, *draws)
-    ]
+    found = [_made_by(lse, [*leaves.values()], errors * signs, along) for signs in (1, *draws)]
     by_leaf = zip(leaves, zip(*found, strict=True), strict=True)
     return {name: torch.stack([t.abs() for t in drawn]).amax(0) for name, drawn in by_leaf if drawn[0] is not None}
+
+
+def _made_by(lse: Tensor, leaves: list[Tensor], errors: Tensor, along: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    found = torch.autograd.grad(lse, leaves, errors, retain_graph=True, create_graph=bool(along), allow_unused=True)
+    if not along:
+        return found
+    total = sum(((g * t).sum() for g, t in zip(found, along, strict=True) if g is not None), start=errors.new_zeros(()))
+    if not total.requires_grad:
+        return [None] * len(leaves)
+    return torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
 
 
 def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Rounding) -> tuple[Result, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from tests.fuzz.calls import Call
 from tests.fuzz.config import HALF
-from tests.fuzz.delta import tangent_errors, tangent_of_delta_error
+from tests.fuzz.delta import tangent_errors, tangent_of_delta_errors
 from tests.fuzz.oracle import Twice, twice
 
 if TYPE_CHECKING:
@@ -61,9 +61,12 @@ def compare_one(verdicts: Verdicts, call: Any, what: str, got: Tensor, name: str
     if dtype in HALF:  # dp less delta, of rounded weights
         least = least + torch.finfo(dtype).eps * ref.size / 16
         if name == "bias" and call.dout is not None:
-            least = least + tangent_of_delta_error(call, ref.found["out"]) * math.sqrt(_scores_of_an_entry(call))
-    # Captures may multiply a score's gradient and its tangent by the distance of a query and a key. Signs are of one draw.
-    noise = FACTOR * ref.noise[name] if name in call.config.captures and name in ref.noise else None
+            least = least + tangent_of_delta_errors(call, ref.found["out"]).amax() * math.sqrt(_scores_of_an_entry(call))
+    # Captures may multiply a score's gradient and its tangent by the distance of a query and a key. Errors of several queries add
+    # up, except in q's derivative, with the signs of few draws.
+    noise = ref.noise.get(name) if name in ("q", "k", *call.config.captures) else None
+    if noise is not None and name != "q":
+        noise = FACTOR * noise
     verdicts.close(what, got, wanted, budget, FACTOR, rounding, least, noise)
 
 

@@ -125,6 +125,23 @@ def test_what_a_rounded_lse_leaves_of_a_second_derivative_is_granted(size_of_tan
     assert bool(verdicts.failures()) == (size_of_tangent != 1.0)
 
 
+@pytest.mark.parametrize("size_of_tangent", [1.0 + 2.0**-9, 1.05])
+def test_what_a_rounded_weight_leaves_of_second_derivatives_is_granted(size_of_tangent: float) -> None:
+    """For q and k, of a score that has no gradient: all columns of out's tangent are wrong by half a step. 5 % is not granted."""
+    config = config_of_one_key(torch.bfloat16, "")._replace(wants=frozenset("qkv"))
+    calls = (Call(config, seed) for seed in range(100))
+    call = next(x for x in calls if (x.tensors["q"].shape[1], x.tensors["k"].shape[1]) == (QUERIES, 1))
+    along = second._draw(call)
+    q, k, tv = (x.detach().double() for x in (call.tensors["q"], call.tensors["k"], along["v"]))
+    k, tv = (t.repeat_interleave(config.group, 2) for t in (k, tv))
+    ds = (1.0 - size_of_tangent) * (call.tensors["dout"].double() * tv).sum(-1, keepdim=True) * call.problem().scale
+    found = {"q": ds * k, "k": (ds * q).sum(1, keepdim=True).unflatten(2, (-1, config.group)).sum(3)}
+    halves, verdicts = {name: t.bfloat16() for name, t in found.items()}, Verdicts()
+    with mock.patch.multiple(second, _draw=lambda _: along, _double=lambda *_: halves, _tangents=lambda *_: {}):
+        second.compare_second(verdicts, call)
+    assert bool(verdicts.failures()) == (size_of_tangent == 1.05)
+
+
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a tensor [b, s, h, d] rounded to FP8, with a scale for each head of a sequence."""
     x = x.detach().double()
