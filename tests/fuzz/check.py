@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.fuzz import in_fp8
 from tests.fuzz.calls import Call
 from tests.fuzz.config import HALF, TANH_ERROR, Config, Where, draw_config, varied
-from tests.fuzz.delta import ADDED_AT_ONCE, ROW_STEPS, delta_errors, is_cut, row_of_out
+from tests.fuzz.delta import ADDED_AT_ONCE, delta_errors, is_cut, row_of_out, score_roundings
 from tests.fuzz.modes import attend
 from tests.fuzz.oracle import Problem, Result, exact, plain
 from tests.fuzz.second import compare_second
@@ -168,15 +168,11 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
 
 
 def _sum_error(config: Config, problem: Problem) -> float:
-    """Returns the error of a score in float32, which is a relative error of its weight.
-
-    A score is a sum of head_dim_qk products of a size of 1, whose roundings stay if the sum cancels or a softcap shrinks it.
-    """
+    """Returns the error of a score in float32, which is a relative error of its weight."""
     if config.dtype is not torch.float32:
         return 0.0
-    roundings = ROW_STEPS + (config.head_dim_qk / ADDED_AT_ONCE / 2.0 if is_cut(config) else 0.0)
     steepness = STEEPEST.get(config.score_mod or "", 1.0)
-    return steepness * roundings * torch.finfo(torch.float32).eps * abs(problem.scale) * config.head_dim_qk**0.5
+    return steepness * torch.finfo(torch.float32).eps * score_roundings(config.head_dim_qk, problem.scale, is_cut(config))
 
 
 def _compare_gradient(

@@ -110,6 +110,15 @@ def _as_lse(rows: Tensor, q_format: str) -> Tensor:
     return rows.T if q_format == "thd" else rows.permute([q_format.index(dim) for dim in "bhs"])
 
 
+def score_roundings(head_dim: int, scale: float, cut: bool) -> float:
+    """Returns the error of a score in float32, in roundings of a number of size 1. cut: tensor cores add the products.
+
+    A score is a sum of head_dim products of a size of 1, whose roundings stay if the sum cancels or a softcap shrinks it. Each is a
+    relative error of the score's weight.
+    """
+    return (ROW_STEPS + (head_dim / ADDED_AT_ONCE / 2.0 if cut else 0.0)) * abs(scale) * head_dim**0.5
+
+
 def is_cut(config: Config) -> bool:
     """Tells if tensor cores add."""
     return (config.where.backend, config.where.device) == ("triton", "cuda")

@@ -26,6 +26,7 @@ from flexattn.testing import (
     reference_attention,
     reference_gradients,
 )
+from tests.fuzz.delta import score_roundings
 
 GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,8 +47,10 @@ def check(call: dict[str, Any], device: str, with_dlse: bool = True, **inputs: A
     out, lse, max_logit = triton_backend.forward(spec, x)
     reference = reference_attention(spec, x)
     eager = reference_attention(spec, x, dtype=spec.dtype)
+    is_cut = device == "cuda" and spec.dtype is torch.float32  # plain torch adds in another order, without cuts
+    lost = score_roundings(spec.head_dim_qk, x.softmax_scale, cut=True) if is_cut else 0.0
     for name, got, want, budget in zip(("out", "lse"), (out, lse), reference, eager, strict=False):
-        check_close(name, got, want, budget)
+        check_close(name, got, want, budget, largest_score=lost)
     # the kernels take a softmax_scale of 0 as 1e-37; if the reference is 0, only this budget allows their results
     check_close("max_logit", max_logit, reference[2], eager[2], atol=1e-30 if x.softmax_scale == 0.0 else None)
     dout, dlse = make_dout(given), make_dlse(given) if with_dlse else None
@@ -58,7 +61,7 @@ def check(call: dict[str, Any], device: str, with_dlse: bool = True, **inputs: A
         got, want = getattr(gradients, name), getattr(wanted, name)
         assert (got is None) == (want is None)
         if got is not None:
-            check_close(name, got, want, getattr(budgets, name), factor=GRADIENT_FACTOR)
+            check_close(name, got, want, getattr(budgets, name), factor=GRADIENT_FACTOR, largest_score=lost)
     return out, lse, max_logit, *(g for g in gradients if g is not None)
 
 
