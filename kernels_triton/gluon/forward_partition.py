@@ -15,8 +15,8 @@ from flexattn.kernels_triton.gluon.descriptors import load_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.gluon.forward_work import (
-    TileMessage,
     blocks_of_tile,
+    message_of_tile,
     num_tiles_of_programs,
     pack_tile,
     planned_tile,
@@ -72,20 +72,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             unmasked = unmasked_blocks(tile.first_row, META.BLOCK_M, num_blocks, block_range, band, 1, META)
         if META.IS_FP8:
             descales = first_descales(args.descales, tile.b, tile.h, tile.h // args.work.group_size)
-        message = TileMessage(
-            first_row=tile.first_row,
-            h=tile.h,
-            b=tile.b,
-            split=tile.split,
-            start_q=sequence.start_q,
-            len_q=len_q,
-            len_kv=len_kv,
-            split_end=tile.split_end,
-            part=tile.part,
-            cut=cut,
-            unmasked=unmasked,
-            descales=descales,
-        )
+        message = message_of_tile(tile, sequence, cut, unmasked, descales)
         broadcast_tile(pack_tile(message, META), n_tile, barriers, META)
         h_kv = tile.h // args.work.group_size
         origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.plan_pieces import part_of_piece, piece_at
-from flexattn.kernels_triton.common.sequences import sequence_of
+from flexattn.kernels_triton.common.sequences import Sequence, sequence_of
 from flexattn.kernels_triton.gluon.block_ranges import ListCut, blocks_by_lists, blocks_of_keys, blocks_of_split, key_block
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.masking import SequenceBand, band_of_sequence
@@ -153,6 +153,24 @@ class TileMessage(NamedTuple):
     cut: Any  # this and the next, a `ListCut` and a `Span`: with SENDS_LISTS
     unmasked: Any
     descales: Any  # in FP8: result of `first_descales`
+
+
+@gluon.jit
+def message_of_tile(tile: WorkTile, sequence: Sequence, cut, unmasked, descales):
+    return TileMessage(
+        first_row=tile.first_row,
+        h=tile.h,
+        b=tile.b,
+        split=tile.split,
+        start_q=sequence.start_q,
+        len_q=sequence.len_q,
+        len_kv=sequence.len_kv,
+        split_end=tile.split_end,
+        part=tile.part,
+        cut=cut,
+        unmasked=unmasked,
+        descales=descales,
+    )
 
 
 @gluon.jit

@@ -32,8 +32,8 @@ from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Resu
 from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments, forward_meta
 from flexattn.kernels_triton.gluon.forward_rows import mask_block, rows_and_heads, statistics_row, store_lse
 from flexattn.kernels_triton.gluon.forward_work import (
-    TileMessage,
     blocks_of_tile,
+    message_of_tile,
     num_tiles_of_programs,
     pack_tile,
     received_tile,
@@ -152,20 +152,7 @@ def _load_partition(args: TangentArguments, buffers: TangentBuffers, META: gl.co
         sequence = sequence_of(call.lengths_q, call.lengths_kv, tile.b, META)
         band = band_of_sequence(call.band, sequence.len_q, sequence.len_kv)
         num_blocks, block_range = blocks_of_tile(tile, (), band, call, META)
-        message = TileMessage(
-            first_row=tile.first_row,
-            h=tile.h,
-            b=tile.b,
-            split=tile.split,
-            start_q=sequence.start_q,
-            len_q=sequence.len_q,
-            len_kv=sequence.len_kv,
-            split_end=tile.split_end,
-            part=tile.part,
-            cut=(),
-            unmasked=(),
-            descales=(),
-        )
+        message = message_of_tile(tile, sequence, (), (), ())
         broadcast_tile(pack_tile(message, META), n_tile, barriers, META)
         q_stage = Stage(n_tile, META.Q_STAGES)
         for consumer in gl.static_range(CONSUMERS):
