@@ -157,20 +157,9 @@ class TileMessage(NamedTuple):
 
 @gluon.jit
 def message_of_tile(tile: WorkTile, sequence: Sequence, cut, unmasked, descales):
-    return TileMessage(
-        first_row=tile.first_row,
-        h=tile.h,
-        b=tile.b,
-        split=tile.split,
-        start_q=sequence.start_q,
-        len_q=sequence.len_q,
-        len_kv=sequence.len_kv,
-        split_end=tile.split_end,
-        part=tile.part,
-        cut=cut,
-        unmasked=unmasked,
-        descales=descales,
-    )
+    place = tile.first_row, tile.h, tile.b, tile.split
+    lengths = sequence.start_q, sequence.len_q, sequence.len_kv
+    return TileMessage(*place, *lengths, tile.split_end, tile.part, cut, unmasked, descales)
 
 
 @gluon.jit
