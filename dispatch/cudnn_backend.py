@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch import options
+from flexattn.dispatch import cudnn_block_lists, options
 from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error, reads_tables
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.head_dims import head_dim_error
@@ -62,7 +62,8 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     It applies this file's rules and `known_bad`, and builds nothing. cuDNN itself decides when a plan is built. If cuDNN has no
     plan, RuntimeFailure is raised, and it is cached for calls of the same shapes.
     """
-    return device_error(spec.device_type, spec.capability) or rule_error(spec, direction) or _known_bad(spec, direction)
+    error = device_error(spec.device_type, spec.capability) or rule_error(spec, direction)
+    return error or (_known_bad(spec, direction) if spec.block_size is None else cudnn_block_lists.library_error())
 
 
 def device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
@@ -88,6 +89,8 @@ def not_run_yet(spec: AttentionSpec) -> str | None:
         where = f"with cuDNN {version_text(_version())}"
     elif spec.page_size:
         where = "over pages"
+    elif spec.block_size is not None and (frontend := cudnn_block_lists.not_run_yet()):
+        where = frontend
     else:
         return None
     return f"not run {where} yet, so no result was checked"
@@ -138,6 +141,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
     It refuses calls that the graphs cannot express, that every cuDNN version declines, that end the process, or that are untested.
     """
     is_backward = direction == "backward"
+    if spec.block_size is not None:
+        return cudnn_block_lists.rule_error(spec, direction)
     if spec.fp8 is not None:
         if reason := _fp8_error(spec, direction):
             return reason
@@ -166,8 +171,6 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return "cuDNN's graphs have no softcap; use backend='triton'"
     if spec.kv_lists:
         return "cuDNN's graphs have no lists of keys (kv_indices); use backend='triton' or 'eager'"
-    if spec.block_size is not None:
-        return "cuDNN has no block masks; pass the mask as a mask_mod only, or use backend='triton'"
     if spec.length_kv == 1:
         return "cuDNN does not support a single key; use backend='triton'"
     if is_backward and spec.length_q == 1:
@@ -290,6 +293,8 @@ def _is_banded_bottom_right(spec: AttentionSpec) -> bool:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    if spec.block_size is not None:
+        return cudnn_block_lists.forward(spec, x)
     is_bucketed = _is_bucketed(spec, x)  # before pages are gathered, as in `prepare`.
     if x.page_table is not None:  # cuDNN reads the rows of pages past a sequence's keys, which hold any values.
         spec, x = without_pages(spec, x)
@@ -311,6 +316,8 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     if dlse is not None:
         raise ValueError("dlse is given, and cuDNN takes no gradient of lse; select() with needs_lse_grad refuses such calls")
+    if spec.block_size is not None:
+        return cudnn_block_lists.backward(spec, x, out, lse, dout)
     if spec.fp8 is not None and dout.element_size() > 1:
         raise ValueError(
             f"dout is {dout.dtype}, and cuDNN's FP8 backward needs dout in FP8 with a descale; name backend='cudnn' in the "
@@ -339,6 +346,10 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     """Builds the plan of a call unless it is cached. Raises RuntimeFailure if cuDNN has no plan. It reads no data."""
+    if spec.block_size is not None:
+        if reason := cudnn_block_lists.shape_error(spec, x):
+            raise RuntimeFailure(reason)
+        return
     from flexattn.kernels_cudnn.plans import PLANS, place_of
 
     device = _device_of(spec, x)
@@ -366,6 +377,9 @@ def cannot_build(spec: AttentionSpec, x: Operands) -> str | None:
 
 
 def provisional(spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
+    if spec.block_size is not None:
+        refusal = cudnn_block_lists.shape_error(spec, x)
+        return refusal and f"it will be refused when the call first runs: {refusal}"
     from flexattn.kernels_cudnn.plans import PLANS, Plan
 
     try:
@@ -429,6 +443,7 @@ def can_be_recorded() -> bool:
 def forget_failures() -> None:
     """Forgets a missing cuDNN, refused plans, and the calls whose plans are known to be built."""
     library_error.cache_clear()
+    cudnn_block_lists.library_error.cache_clear()
     prepared_calls.clear()
     plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # if it is not imported, no plan has failed.
     if plans is not None:

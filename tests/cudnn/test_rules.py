@@ -110,7 +110,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # direction,
     ),
     "multiples of 8 up to 256": ("backward", {"head_dim_v": 264}, {"head_dim_v": 248}),
     "no softcap": ("forward", {"softcap": True}, {}),
-    "no block masks": ("forward", {"block_size": (128, 128)}, {}),
+    "has no causal mask or window": (
+        "forward",
+        {"block_size": (128, 128)},
+        {"block_size": (128, 128), "band": Band(None, None, False)},
+    ),
     "does not support a single key": ("forward", {"length_kv": 1}, {"length_kv": 2}),
     "does not return max_logit with a sink": (
         "forward",
@@ -157,10 +161,6 @@ def test_the_rules_know_every_field_of_a_spec() -> None:
         ),
     }
     assert set(AttentionSpec._fields) == decided
-    for direction in ("forward", "backward"):
-        reason = cudnn_backend.rule_error(SPEC._replace(block_size=(128, 128)), direction)
-        assert reason is not None
-        assert "cuDNN has no block masks" in reason
 
 
 def test_a_sink_of_a_part_of_the_keys_has_no_gradient_on_cudnn() -> None:
@@ -199,7 +199,7 @@ FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sink": ({"softmax_type": "learnable"}, "does not compile"),
     "softcap": ({"softcap": True}, "no softcap"),
     "dropout": ({"dropout": True}, "is untested"),
-    "block mask": ({"block_size": (128, 128)}, "no block masks"),
+    "block mask": ({"block_size": (128, 128)}, "is not supported here in FP8"),
 }
 
 
