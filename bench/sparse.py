@@ -2,33 +2,39 @@
 
     python -m flexattn.bench.sparse --out sparse.json [--only PATTERN ...]
 
-Each row is a direction of a cell. The eager backend checks the results of a few queries in fp32. attention-gym's gather_attn (`pip
-install attn_gym`) has rows beside cells with one key head and equal head dims. Its forward unrolls the loop over a list: before
+Each row is a direction of a cell. The eager backend checks the results of a few queries in fp32. If blocks of queries share a list,
+cuDNN's block-sparse attention has rows beside, in a call without a mask. Its gradients are checked in fp32 too, for one head, in
+memory that was NaN. Only rows that name their lists include the time to sort them. attention-gym's gather_attn (`pip install
+attn_gym`) has rows beside cells with one key head and equal head dims. Its forward unrolls the loop over a list: before
 Blackwell, it compiles for a minute with 16 keys, and for hours with 512. So its backward gets this library's results. Needs a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn import attention
+from flexattn import BackendError, attention
 from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu, quartiles
+from flexattn.key_lists import with_block_mask
+from flexattn.shorthands import score_sizes
 
 CALLS = 8
 CHECKED = 64  # queries whose results are compared with the eager backend
 UNROLLED = 16  # keys of the longest list for which attention-gym's forward is compiled
+BLOCK_BACKENDS = {"triton": "", "cudnn": ", cuDNN"}  # of cells whose queries share lists, with the ends of their rows' names
 WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 
 
 class Cell(NamedTuple):
-    """A causal call of one sequence, whose keys are as many as its queries or more."""
+    """A call of one sequence, whose keys are as many as its queries or more. It is causal if each query has a list."""
 
     name: str
     queries: int
@@ -37,6 +43,7 @@ class Cell(NamedTuple):
     head_dims: tuple[int, int]
     listed: int  # keys of each query; 0: a dense call
     block: int = 1  # keys of an entry
+    rows: int = 1  # queries that share a list. Above 1, the call has no mask
     window: int = 0  # DeepSeek-V4: as many recent keys beside the listed ones, which are in a pool of `keys` others, and a sink
 
 
@@ -54,6 +61,12 @@ CELLS = (
     Cell("decode, 64 queries over 32k", 64, 32768, (128, 1), (576, 512), 2048),
     Cell("decode, 4 queries over 32k", 4, 32768, (128, 1), (576, 512), 2048),
     Cell("decode, 64 queries over 32k, 512 columns", 64, 32768, (128, 1), (512, 512), 2048),
+    Cell("blocks of 64, 8k", 8192, 8192, (16, 16), (128, 128), 32, 64, rows=64),
+    Cell("blocks of 64, 32k", 32768, 32768, (16, 16), (128, 128), 32, 64, rows=64),
+    Cell("blocks of 128, 8k", 8192, 8192, (16, 16), (128, 128), 16, 128, rows=128),
+    Cell("blocks of 128, 32k", 32768, 32768, (16, 16), (128, 128), 16, 128, rows=128),
+    Cell("blocks, dense, 8k", 8192, 8192, (16, 16), (128, 128), 0, rows=64),
+    Cell("blocks, dense, 32k", 32768, 32768, (16, 16), (128, 128), 0, rows=64),
 )
 
 
@@ -66,7 +79,12 @@ def tensors(cell: Cell, device: str) -> tuple[list[Tensor], dict[str, Any]]:
     q, k = make(1, cell.queries, heads, d_qk), make(1, recent + cell.keys, heads_kv, d_qk)
     v = k[..., :d_v] if heads_kv == 1 else make(1, cell.keys, heads_kv, d_v)
     options: dict[str, Any] = {"attn_mask_type": "no_mask" if cell.window else "causal_bottom_right", "backend": "triton"}
-    if cell.window:
+    if cell.rows > 1:
+        options["attn_mask_type"] = "no_mask"
+        if cell.listed:
+            order = torch.rand(1, heads_kv, cell.queries // cell.rows, cell.keys // cell.block, generator=generator, device=device)
+            options |= {"kv_indices": order.argsort(-1)[..., : cell.listed].int(), "kv_block_size": cell.block}
+    elif cell.window:
         i = torch.arange(cell.queries, device=device)[:, None]
         windows = i - torch.arange(cell.window, device=device)  # below 0, an entry is empty
         seen = (i + 1) * cell.keys // cell.queries  # keys of the pool that are complete
@@ -88,7 +106,8 @@ def flops_of(cell: Cell, direction: str) -> float:
     """Returns the floating-point operations of the products, without recomputation of scores. Each entry counts as keys."""
     first = cell.keys - cell.queries
     entries = cell.window + cell.listed
-    seen = entries * cell.block * cell.queries if entries else sum(range(first + 1, cell.keys + 1))
+    dense = cell.keys * cell.queries if cell.rows > 1 else sum(range(first + 1, cell.keys + 1))
+    seen = entries * cell.block * cell.queries if entries else dense
     return 2.0 * seen * cell.heads[0] * sum(cell.head_dims) * (1.0 if direction.startswith("forward") else 2.5)
 
 
@@ -96,6 +115,8 @@ def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, Any], out: Tensor
     """Returns the relative error of the last queries."""
     q, k, v = (t.float() for t in (qkv[0][:, -CHECKED:], *qkv[1:]))
     own = {name: t[:, -CHECKED:] if name == "kv_indices" else t for name, t in options.items()}
+    if "kv_block_size" in options and isinstance(options["kv_block_size"], int):  # they share the last list
+        own |= {"kv_indices": options["kv_indices"][:, :, -1:], "kv_block_size": (CHECKED, options["kv_block_size"])}
     return _distance(out[:, -CHECKED:], attention(q, k, v, **(own | {"backend": "eager"})))
 
 
@@ -205,7 +226,65 @@ def add_times(cell: Cell, run: Run, calls: dict[str, Callable[[], object]], erro
         run.add(row, f"{cell.name:32} {direction:24} {times['us']:10.0f} us {rate:7.1f} TFLOP/s  error {error:.1e}")
 
 
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fills new memory with NaN inside the block."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def exact_gradients(cell: Cell, qkv: list[Tensor], options: dict[str, Any], dout: Tensor) -> list[Tensor]:
+    """Returns dq, dk and dv [s, d] of the first head in fp32, by a dense mask."""
+    q, k, v = (t[0, :, 0].float().requires_grad_() for t in qkv)
+    scores = q @ k.T * cell.head_dims[0] ** -0.5
+    if cell.listed:
+        chosen = torch.zeros(cell.queries // cell.rows, cell.keys // cell.block, dtype=torch.bool, device=q.device)
+        chosen.scatter_(-1, options["kv_indices"][0, 0].long(), True)
+        mask = chosen.repeat_interleave(cell.rows, 0).repeat_interleave(cell.block, 1)
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return list(torch.autograd.grad(scores.softmax(-1) @ v, (q, k, v), dout[0, :, 0].float()))
+
+
+def measure_blocks(cell: Cell, run: Run, device: str) -> None:
+    qkv, options = tensors(cell, device)
+    options["deterministic"] = False
+    ready = options
+    if cell.listed:
+        listed = {name: options[name] for name in ("kv_indices", "kv_block_size")}
+        ready = {name: value for name, value in options.items() if name not in listed}
+        ready |= with_block_mask(qkv[0], qkv[1], listed, functools.partial(score_sizes, argument="kv_block_size"))
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    dout = torch.randn_like(qkv[0])
+    exact = exact_gradients(cell, qkv, options, dout)
+    for backend, name in BLOCK_BACKENDS.items():
+        with poisoned_memory():
+            try:
+                out = attention(*leaves, **ready | {"backend": backend})
+            except BackendError as error:
+                print(f"{cell.name:32} no rows{name}: {str(error).splitlines()[1].strip()}")
+                continue
+            gradients = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        errors = {"forward": error_of(cell, qkv, options, out.detach())}
+        errors["backward"] = max(_distance(t[0, :, 0], e) for t, e in zip(gradients, exact, strict=True))
+        calls: dict[str, Callable[[], object]] = {
+            "forward": lambda backend=backend: attention(*qkv, **ready | {"backend": backend}),  # type: ignore[misc]
+            "backward": lambda out=out: torch.autograd.grad(out, leaves, dout, retain_graph=True),  # type: ignore[misc]
+        }
+        if cell.listed:
+            calls["forward with its lists"] = lambda backend=backend: attention(*qkv, **options | {"backend": backend})  # type: ignore[misc]
+        for direction, call in calls.items():
+            add_times(cell, run, {direction + name: call}, errors[direction.split()[0]])
+        del out, gradients
+
+
 def measure(cell: Cell, run: Run, device: str = "cuda") -> None:
+    if cell.rows > 1:
+        measure_blocks(cell, run, device)
+        return
     qkv, options = tensors(cell, device)
     error = error_of(cell, qkv, options, attention(*qkv, **options))
     add_times(cell, run, calls_of(qkv, options), error)

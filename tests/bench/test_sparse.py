@@ -11,7 +11,7 @@ from flexattn import attention
 from flexattn.bench import sparse
 
 
-@pytest.mark.parametrize("cell", [cell for cell in sparse.CELLS if cell.listed], ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [cell for cell in sparse.CELLS if cell.listed and cell.rows == 1], ids=lambda cell: cell.name)
 def test_lists_name_keys_that_each_query_sees(cell: sparse.Cell) -> None:
     small = cell._replace(queries=-(-cell.queries // 64), keys=cell.keys // 64, heads=(cell.heads[0] // 8, cell.heads[1]), listed=4)
     qkv, options = sparse.tensors(small, "cpu")
@@ -25,6 +25,26 @@ def test_lists_name_keys_that_each_query_sees(cell: sparse.Cell) -> None:
     out = attention(*qkv, **options)
     assert sparse.error_of(small, qkv, options, out) < sparse.WORST
     assert sparse.error_of(small, qkv, options, out + 0.1) > sparse.WORST
+
+
+@pytest.mark.parametrize("name", ["blocks of 64, 8k", "blocks of 128, 8k", "blocks, dense, 8k"])
+def test_results_of_blocks_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = (cell for cell in sparse.CELLS if cell.name == name)
+    small = cell._replace(queries=512, keys=512, heads=(2, 2), listed=min(cell.listed, 3))
+    monkeypatch.setattr(sparse, "BLOCK_BACKENDS", {"eager": ", eager"})
+    found: dict[str, float] = {}
+    monkeypatch.setattr(
+        sparse,
+        "add_times",
+        lambda cell, run, calls, error: found.update({name: error for name, call in calls.items() if call() is not None}),
+    )
+    sparse.measure_blocks(small, None, "cpu")  # type: ignore[arg-type]
+    wanted = ["forward, eager", "backward, eager", *(["forward with its lists, eager"] if small.listed else [])]
+    assert list(found) == wanted
+    assert 0 < max(found.values()) < sparse.WORST
+    monkeypatch.setattr(sparse, "exact_gradients", lambda cell, qkv, options, dout: [t[0, :, 0] + 1.0 for t in qkv])
+    sparse.measure_blocks(small, None, "cpu")  # type: ignore[arg-type]
+    assert found["backward, eager"] > sparse.WORST
 
 
 def test_attention_gym_gives_the_same_results() -> None:
@@ -54,3 +74,4 @@ def test_operations_count_the_keys_that_are_seen() -> None:
     assert sparse.flops_of(cell, "forward") == 2 * (3 + 4 + 5) * 2 * 8
     assert sparse.flops_of(cell._replace(listed=2, block=2), "backward") == 2.5 * 2 * 12 * 2 * 8
     assert sparse.flops_of(cell._replace(listed=2, window=3), "forward") == 2 * 15 * 2 * 8
+    assert sparse.flops_of(cell._replace(rows=64), "forward") == 2 * 15 * 2 * 8
