@@ -7,7 +7,7 @@ takes seconds. Later calls do not wait for the device, so a CUDA graph can conta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,16 @@ def forward(x: Problem) -> tuple[Tensor, Tensor]:
         return _view(out, x.layout), x.q.new_full((batch, heads, queries), float("-inf"), dtype=torch.float32)
     q, scale = _with_positive_scale(x)
     tensors = [_view(_readable(t), x.layout) for t in (q, x.k, x.v)]
-    result = block_sparse_attention_forward(*tensors, **_arguments(x, scale), allow_empty_block_nums=True, layout=x.layout)
+    counts, indices = blocks_of(x)
+    result = block_sparse_attention_forward(
+        *tensors,
+        q2k_block_index=indices,
+        q2k_block_nums=counts,
+        sparse_block_size=x.size,
+        allow_empty_block_nums=True,
+        softmax_scale=scale,
+        layout=x.layout,
+    )
     return _view(result["o_tensor"], x.layout), result["lse_tensor"]
 
 
@@ -57,20 +66,24 @@ def backward(x: Problem, out: Tensor, lse: Tensor, dout: Tensor, gradients: tupl
     q, scale = _with_positive_scale(x)
     written = [t if _fits(t) else torch.empty_like(t, memory_format=torch.contiguous_format) for t in gradients]
     dq, dk, dv = written
-    tensors = [_readable(t) for t in (dout, q, x.k, x.v, out)]
+    counts, indices = blocks_of(x)
     block_sparse_attention_backward(
-        *tensors, lse.contiguous(), **_arguments(x, scale), dq_tensor=dq, dk_tensor=dk, dv_tensor=dv, layout="bshd"
+        *(_readable(t) for t in (dout, q, x.k, x.v, out)),
+        lse.contiguous(),
+        q2k_block_index=indices,
+        q2k_block_nums=counts,
+        softmax_scale=scale,
+        dq_tensor=dq,
+        dk_tensor=dk,
+        dv_tensor=dv,
+        sparse_block_size=x.size,
+        layout="bshd",
     )
     if not x.softmax_scale:
         dq.zero_()
     for target, t in zip(gradients, written, strict=True):
         if t is not target:
             target.copy_(t)
-
-
-def _arguments(x: Problem, scale: float) -> dict[str, Any]:
-    counts, indices = blocks_of(x)
-    return {"q2k_block_index": indices, "q2k_block_nums": counts, "sparse_block_size": x.size, "softmax_scale": scale}
 
 
 def blocks_of(x: Problem) -> tuple[Tensor, Tensor]:
