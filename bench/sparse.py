@@ -29,7 +29,7 @@ from flexattn.shorthands import score_sizes
 CALLS = 8
 CHECKED = 64  # queries whose results are compared with the eager backend
 UNROLLED = 16  # keys of the longest list for which attention-gym's forward is compiled
-BLOCK_BACKENDS = {"triton": "", "cudnn": ", cuDNN"}  # of cells whose queries share lists, with the ends of their rows' names
+BLOCK_BACKENDS = {"triton": "", "cudnn": ", cuDNN"}  # backends of cells whose queries share lists, and names in rows
 WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 
 

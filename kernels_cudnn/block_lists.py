@@ -25,7 +25,7 @@ class Problem(NamedTuple):
     lists: Sequence[Tensor]  # counts and ascending indices of blocks, of two kinds whose keys are all visible.
     size: int  # tokens of a block.
     softmax_scale: float
-    layout: str  # of out in memory: "bshd" or "bhsd".
+    layout: str  # the format of out in memory, "bshd" or "bhsd".
 
     @property
     def is_empty(self) -> bool:
