@@ -43,7 +43,7 @@ from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import allocate_parts, product_layout, swizzled
-from flexattn.kernels_triton.mma.copies import copy_block
+from flexattn.kernels_triton.mma.copies import copy_block, keep_until_here
 from flexattn.kernels_triton.mma.dq_sums import add_to_sums
 from flexattn.kernels_triton.mma.dropout import keeps
 from flexattn.kernels_triton.mma.products import (
@@ -279,6 +279,9 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, sums: Sums
             async_copy.commit_group()
         position, values = following, following_values
     async_copy.wait_group(0)  # a program must not end under a copy
+    keep_until_here(k_tile, META.QK1)
+    if not META.HOLDS_V:
+        keep_until_here(v_tile, META.V1)
     return Sums(dk0=dk0, dk1=dk1, dv0=scaled(dv0, draws, META), dv1=scaled(dv1, draws, META))
 
 

@@ -90,3 +90,12 @@ def copy_block(x: Rows, tiles: Parts, slot, FIRST_WIDTH: gl.constexpr, HEAD_DIM:
     _copy_part_of_block(x, tiles.first.index(slot), 0, HEAD_DIM, base, left, META)
     if HEAD_DIM > FIRST_WIDTH:
         _copy_part_of_block(x, tiles.second.index(slot), FIRST_WIDTH, HEAD_DIM, base, left, META)
+
+
+@gluon.jit
+def keep_until_here(tiles: Parts, SECOND: gl.constexpr):
+    # If a mod ignores its score, the compiler removes all loads of a tile, but not its copies, which may still be under way.
+    # Without this use, other tiles would have the same memory.
+    tiles.first._keep_alive()
+    if SECOND > 0:
+        tiles.second._keep_alive()

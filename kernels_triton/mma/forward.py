@@ -65,7 +65,7 @@ from flexattn.kernels_triton.mma.arguments import (
     product_layout,
     rows_layout,
 )
-from flexattn.kernels_triton.mma.copies import Head, copy_keys, copy_queries
+from flexattn.kernels_triton.mma.copies import Head, copy_keys, copy_queries, keep_until_here
 from flexattn.kernels_triton.mma.dropout import kept
 from flexattn.kernels_triton.mma.fp8 import (
     add_fp8_values,
@@ -319,6 +319,8 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     if META.HAS_LEFT or META.BLOCK_SIZE_Q > 0:
         sums = _take_blocks(sums, end, num_blocks, same, loads, True, MODS, META)
     async_copy.wait_group(0)  # a program must not end under a copy
+    if not META.HOLDS_Q:
+        keep_until_here(q_tiles, META.QK1)
     row_max, acc0, acc1 = sums.row_max, sums.acc0, sums.acc1
     row_sum = gl.convert_layout(gl.sum(sums.row_sum, 1), ROW)
     correction = 1.0

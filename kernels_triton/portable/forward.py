@@ -477,7 +477,7 @@ def attention_forward(
     splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
-    if x.batch == 0:  # no program writes the padding
+    if x.batch == 0 or x.q.numel() == 0:  # no program writes the padding, and a bias has no row to load
         out.zero_()
         lse.fill_(float("-inf"))
         if max_logit is not None:

@@ -12,6 +12,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, 
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from tests.support.compiled_kernels import compile_sound
+from tests.support.memory_check import checked_memory
 
 
 def forward_report(length: int, monkeypatch: pytest.MonkeyPatch) -> CompileReport:
@@ -77,3 +78,18 @@ def test_a_load_of_a_bias_tells_the_compiler_the_truth(name: str, width: int, mo
     out = attention(q, k, v, bias=bias, **CALLS[name], backend="triton", return_aux=request).out
     out.square().sum().backward()
     assert {"tt.constancy", "tt.divisibility"} <= {*seen}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's accesses are checked")
+@pytest.mark.parametrize("rows", [1, 0])
+def test_a_call_of_no_queries_reads_no_row(rows: int) -> None:
+    """`rows`: of a bias that all queries share, or that has a row for each of them."""
+    q, k, v = (torch.ones(1, length, 2, 16, requires_grad=True) for length in (0, 70, 70))
+    bias = torch.ones(1, 1, rows, 70, requires_grad=True)
+    with checked_memory():
+        out, lse, max_logit = attention(
+            q, k, v, bias=bias, bias_type="post_scale_bias", return_lse=True, return_max_logit=True, backend="triton"
+        )
+        gradients = torch.autograd.grad((out, lse), (q, k, v, bias), (torch.ones_like(out), torch.ones_like(lse)))
+    assert (out.numel(), lse.numel(), max_logit.tolist()) == (0, 0, [float("-inf")] * 2)
+    assert not any(gradient.any() for gradient in gradients)
