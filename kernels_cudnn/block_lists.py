@@ -69,7 +69,7 @@ def backward(x: Problem, out: Tensor, lse: Tensor, dout: Tensor, gradients: tupl
     counts, indices = blocks_of(x)
     block_sparse_attention_backward(
         *(_readable(t) for t in (dout, q, x.k, x.v, out)),
-        lse.contiguous(),
+        lse.detach().contiguous(),
         q2k_block_index=indices,
         q2k_block_nums=counts,
         softmax_scale=scale,
@@ -117,6 +117,8 @@ def _fits(t: Tensor) -> bool:
 
 
 def _readable(t: Tensor) -> Tensor:
+    """Returns `t` for a kernel, or a copy if it cannot access `t`. DLPack exports no tensor that requires a gradient."""
+    t = t.detach()
     return t if _fits(t) else t.clone(memory_format=torch.contiguous_format)
 
 

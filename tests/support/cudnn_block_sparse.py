@@ -112,6 +112,7 @@ def block_sparse_attention_backward(
     assert q.shape[1] == k.shape[1]
     assert (lse_tensor.shape, lse_tensor.dtype) == (q.shape[:3], torch.float32)
     assert lse_tensor.is_contiguous()
+    assert not lse_tensor.requires_grad
     seen = _seen(q, k, q2k_block_index, q2k_block_nums, sparse_block_size)
     scores = _scores(q, k, softmax_scale)
     weights = (scores - lse_tensor[..., None]).exp().masked_fill(~seen, 0.0)
@@ -136,6 +137,7 @@ def _check_inputs(*inputs: Any) -> None:
 def _check_layout(t: Tensor, alignment: int) -> None:
     if t.data_ptr() % alignment:
         raise RuntimeError(f"Tensor data pointer is not aligned to {alignment} bytes.")
+    assert not t.requires_grad, "DLPack exports no tensor that requires a gradient"
     assert t.stride(-1) == 1
     assert all(step > 0 and step % 8 == 0 for step in t.stride()[:-1]), t.stride()
 
