@@ -378,8 +378,7 @@ def cannot_build(spec: AttentionSpec, x: Operands) -> str | None:
 
 def provisional(spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
     if spec.block_size is not None:
-        refusal = cudnn_block_lists.shape_error(spec, x)
-        return refusal and f"it will be refused when the call first runs: {refusal}"
+        return cudnn_block_lists.provisional(spec, x)
     from flexattn.kernels_cudnn.plans import PLANS, Plan
 
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -158,10 +159,27 @@ def shape_error(spec: AttentionSpec, x: Operands) -> str | None:
     return None
 
 
+def provisional(spec: AttentionSpec, x: Operands) -> str:
+    """Returns the open question about a call. The frontend has no function that only compiles."""
+    if reason := shape_error(spec, x):
+        return f"it will be refused when the call first runs: {reason}"
+    return "the frontend compiles its kernels when the call first runs, and may refuse it"
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except NotImplementedError as e:  # the frontend raises it before it launches.
+        raise RuntimeFailure(f"cuDNN's frontend refuses it: {e}") from e
+
+
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     from flexattn.kernels_cudnn.block_lists import forward as launch
 
-    written, lse = launch(_problem(spec, x))
+    problem = _problem(spec, x)
+    with _refusals():
+        written, lse = launch(problem)
     written = from_bshd(written, spec.q_format)
     if x.out is None and not spec.results.out and written.is_contiguous():
         return written, lse, x.q.new_empty(0, dtype=lse.dtype)
@@ -175,7 +193,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     problem, gradients = _problem(spec, x), empty_gradients(spec, x)
     dq, dk, dv = dqkv_of(spec, gradients)
     views = as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format)
-    launch(problem, as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format), views)
+    with _refusals():
+        launch(problem, as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format), views)
     return gradients
 
 

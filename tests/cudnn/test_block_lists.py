@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -290,9 +291,20 @@ def test_auto_falls_back_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"kv_indices": draw(1, 2, 2, 2, 2)[0], "kv_block_size": 64}
     explanation = flexattn.explain(q, k, v, **call)
     assert explanation.runs_on == "cudnn (forward and backward)"
-    assert explanation.is_final
+    assert "compiles its kernels when the call first runs" in str(explanation.forward_provisional)
     assert "not triton: Triton is not installed" in str(explanation)
     assert flexattn.explain(q, k, v, **call, causal=True).runs_on == "eager (forward and backward)"
+
+
+def test_a_refusal_by_the_frontend_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise NotImplementedError("not on Tuesdays")
+
+    cudnn_block_sparse.install(monkeypatch)
+    monkeypatch.setattr(sys.modules["cudnn.block_sparse_attention"], "block_sparse_attention_forward", refuse)
+    q, k, v = (t.detach() for t in tensors("bshd", (1, 2, 2, 128, 128), (128, 128), torch.bfloat16))
+    with pytest.raises(flexattn.BackendError, match="cuDNN's frontend refuses it: not on Tuesdays"):
+        attention(q, k, v, kv_indices=draw(1, 2, 2, 2, 2)[0], kv_block_size=64, backend="cudnn")
 
 
 @pytest.mark.parametrize(
@@ -304,8 +316,6 @@ def test_auto_falls_back_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_frontends(version: str, broken: bool, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     cudnn_block_sparse.install(monkeypatch)
     monkeypatch.setattr(sys.modules["cudnn"], "__version__", version)
     if broken:
