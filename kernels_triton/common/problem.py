@@ -419,6 +419,7 @@ class Problem:
                     f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted on a GPU: strides that are 1 for the "
                     f"last dim and multiples of 8 for the others, and data at a multiple of 16 bytes; pass {name}.contiguous()"
                 )
+        strides = [x.stride(-3) for x in tensors] + ([] if self.bias is None else [_strides(self.bias, 4)[2]])
         return Meta(
             **self.features._asdict(),
             IS_GROUPED=self.group_size > 1,
@@ -444,7 +445,7 @@ class Problem:
             V0=v0,
             V1=v1,
             ALIGN=_alignment(tensors, self.is_fp8),
-            WIDE_STRIDES=any(abs(x.stride(-3)) * _MOST_ROWS >= 2**31 for x in tensors),
+            WIDE_STRIDES=any(abs(stride) * _MOST_ROWS >= 2**31 for stride in strides),
             PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flexattn.kernels_triton.common.addressing import HeadRows
 from flexattn.kernels_triton.common.band import visible_keys, visible_queries
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import aligned_stride
@@ -36,17 +37,44 @@ def load_bias(head, i, j, META: tl.constexpr):
     return bias
 
 
-# Returns the tile of BLOCK_N keys from n on, all of them before the end. The load needs no mask: a query past the end has the
-# last query's bias, and its result is not stored.
+# Returns the bias of a block of queries as rows of keys. A query past the end has the last query's, and its result is not stored.
 @triton.jit
-def load_whole_bias(head, i, n, BLOCK_N: tl.constexpr, META: tl.constexpr):
-    bias = 0.0
-    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
-        step = 1 if META.BIAS_ALIGN > 0 else head.bias_stride_n
-        pointer = head.bias_ptr + tl.cast(n, tl.int64) * step
-        offsets = _bias_offsets(head, tl.minimum(i, head.len_q - 1), tl.arange(0, BLOCK_N)[None, :], META)
-        bias = tl.load(pointer + offsets).to(tl.float32)
+def rows_of_bias(head, rows, first_row, META: tl.constexpr):
+    ALIGN: tl.constexpr = META.BIAS_ALIGN
+    stride_m = aligned_stride(head.bias_stride_m, META)
+    step = tl.cast(1 if ALIGN > 0 else head.bias_stride_n, tl.int64)
+    rows = tl.minimum(rows, head.len_q - 1) - first_row
+    columns = tl.arange(0, META.BLOCK_N)
+    if META.WIDE_STRIDES:
+        rows = rows.to(tl.int64)
+    if ALIGN == 0:
+        columns = columns * step
+    offsets = rows[:, None] * stride_m + columns[None, :]
+    if ALIGN > 1:
+        offsets = tl.multiple_of(offsets, [1, ALIGN])
+    return HeadRows(base=head.bias_ptr + tl.cast(first_row, tl.int64) * stride_m, step=step, offsets=offsets)
+
+
+# Returns the tile of the bias at keys j. Without CHECK_KEYS all of them are before the end, and the load needs no mask.
+@triton.jit
+def load_bias_tile(pointer, offsets, j, len_kv, CHECK_KEYS: tl.constexpr, META: tl.constexpr):
+    ALIGN: tl.constexpr = META.BIAS_ALIGN
+    if CHECK_KEYS:
+        inside = j < (tl.cdiv(len_kv, ALIGN) * ALIGN if ALIGN > 1 else len_kv)
+        if ALIGN > 1:
+            inside = tl.max_constancy(inside, [1, ALIGN])
+        bias = tl.load(pointer + offsets, mask=inside, other=0.0)
+    else:
+        bias = tl.load(pointer + offsets)
     return bias
+
+
+# Returns bf16 in fp32. The conversion of the compiler takes two instructions for every other number, and this takes one.
+@triton.jit
+def _in_fp32(bias):
+    if bias.dtype == tl.bfloat16:
+        bias = (bias.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return bias.to(tl.float32)
 
 
 # Multiples of ALIGN let the compiler copy up to 16 bytes at once. Copies of less than 4 bytes cannot be asynchronous.
@@ -65,7 +93,7 @@ def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr
     return biased_logits(qk, load_bias(head, i, j, META), i, j, softmax_scale, head, MODS, META)
 
 
-# bias: from `load_bias`. Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask.
+# bias: from `load_bias` or `load_bias_tile`. Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask.
 # cap_tanh is the softcap's tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale is
 # folded into the exponent's multiply-add.
 @triton.jit
@@ -77,7 +105,7 @@ def biased_logits(qk, bias, i, j, softmax_scale, head, MODS: tl.constexpr, META:
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP or META.HAS_SCORE_MOD:
         factor = LOG2E
         if META.HAS_PRE_SCALE_BIAS:
-            s += bias
+            s += _in_fp32(bias)
         s *= softmax_scale
         if META.HAS_SOFTCAP:
             cap_tanh = tanh(s / head.softcap) if META.HAS_EXACT_TANH else tanh_in_half(s * (1.0 / head.softcap))
@@ -86,7 +114,7 @@ def biased_logits(qk, bias, i, j, softmax_scale, head, MODS: tl.constexpr, META:
         if META.HAS_SCORE_MOD:
             s = MODS.score(score, head.b, head.h, i, j, head.captures)
         if META.HAS_POST_SCALE_BIAS:
-            s += bias
+            s += _in_fp32(bias)
         if META.HAS_ALIBI:
             # One rounding in each kernel. If some fused this and others did not, they would differ where a large product ties.
             s = tl.fma(tl.abs(j - i - head.shift).to(tl.float32), -head.alibi_slope, s)

@@ -31,7 +31,7 @@ from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps
 from flexattn.kernels_triton.common.padding import padding_rows, store_zeros
 from flexattn.kernels_triton.common.plan_pieces import Plan, first_row_of_part, piece_of_part
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.scores import biased_logits, load_bias, load_whole_bias
+from flexattn.kernels_triton.common.scores import biased_logits, load_bias_tile, rows_of_bias
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
@@ -73,6 +73,7 @@ class _Block(NamedTuple):
     descale_q: float | tl.tensor
     k: HeadRows
     v: HeadRows
+    bias: HeadRows | None
     v_t: Any  # in FP8: v with its tokens innermost, as the matrix instructions need it
 
 
@@ -90,6 +91,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     i = queries_of_tile(block.first_row, META)[:, None]
     k_pointer = row_at(block.k, tiles.begin)
     v_pointer = row_at(block.v, tiles.begin)
+    # Incremented like the others: LLVM computes with 64 bits of n if this depends on them, and ptxas then serialises the products.
+    bias_pointer = row_at(block.bias, tiles.begin) if block.bias is not None else 0
     # At most one tile has keys past the end. A pipeline would begin copies even without it.
     IS_END: tl.constexpr = IS_MASKED and not (
         META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 or META.QK1 > 0 or META.V1 > 0
@@ -99,6 +102,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if META.BLOCK_SIZE_Q > 0:
             k_pointer = row_at(block.k, n)
             v_pointer = row_at(block.v, n)
+            bias_pointer = row_at(block.bias, n) if block.bias is not None else 0
         k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k.offsets, v_pointer, block.v.offsets
         if inputs.pages.table_ptr is not None:
             k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k.base, head.b, n, len_kv, META)
@@ -107,7 +111,9 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
         # Before the products, so that the compiler chooses their layout, and not this load's, for the statistics of rows.
-        bias = load_bias(head, i, j, META) if IS_MASKED else load_whole_bias(head, i, n, BLOCK_N, META)
+        bias = 0.0
+        if block.bias is not None:
+            bias = load_bias_tile(bias_pointer, block.bias.offsets, j, len_kv, IS_MASKED, META)
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         if META.IS_KV_FP8:
             k0 = k0.to(block.q.first.dtype)
@@ -183,6 +189,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * block.k.step
             v_pointer += BLOCK_N * block.v.step
+            if block.bias is not None:
+                bias_pointer += BLOCK_N * block.bias.step
     return _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
 
 
@@ -409,6 +417,9 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         loops = key_loops(visible, args.lists, b, h, first_row, META)
         if META.BLOCK_SIZE_Q > 0 and num_splits is not None:
             loops = _loops_of_split(loops, split, num_splits)
+    bias = None
+    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
+        bias = rows_of_bias(head, rows, first_row, META)
     own_block = _Block(
         head=head,
         h_kv=h_kv,
@@ -417,6 +428,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         descale_q=descale_q,
         k=HeadRows(base=k_base, step=k_step, offsets=k_offsets),
         v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
+        bias=bias,
         v_t=v_t,
     )
     acc = zero_parts(BLOCK_M, META.V0, META.V1)
