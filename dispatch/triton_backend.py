@@ -532,6 +532,7 @@ def _functions(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool
         num_tables=num_tables,
         **({} if test is None else test._asdict()),
         mask_depends_on=("b" in mask_dependencies, "h" in mask_dependencies),
+        masks_keys="kv_idx" in mask_dependencies and "q_idx" not in mask_dependencies,
         accumulate=lowering.lower_accumulation(derivative, with_gradient, *kind) if derivative and program.added_to else None,
         score_is_finite=lowering.is_finite(program.score),
         reads_tiles=lowering.reads_tiles(program.score) or lowering.reads_tiles(program.mask),

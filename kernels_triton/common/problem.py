@@ -72,6 +72,7 @@ class Mods(NamedTuple):
     can_hide_block: bool = False
     can_show_block: bool = False
     mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
+    masks_keys: bool = False  # whether the mask reads the key's position and not the query's
     score_is_finite: bool = False  # whether a finite score stays finite, in rows past the end too
     reads_tiles: bool = False  # whether a mod reads a captured tensor once for each query and key
 
@@ -161,6 +162,7 @@ class Meta(NamedTuple):
     GROUP: int  # rows of one query: the next power of two from HEADS; the last rows may belong to no head
     IS_LATENT: bool  # the forward takes v from the tile of k
     ASKS_OF_BLOCKS: bool  # the forward applies the mask_mod's block test before it evaluates the mask_mod for each query and key
+    MASKS_KEYS: bool  # a mask_mod of keys alone, beside a bias: the forward loads it for the next tile ahead
     OVERLAPS: bool  # the forward begins while the kernel before it runs, and lets the next one begin (`launch_order`)
     PAGE_ROWS: int  # keys of a block that are contiguous in a page; 0: no pages
     IS_FP8: bool  # q, k, v and dout are FP8; p and ds are converted to it
@@ -364,6 +366,13 @@ class Problem:
             return False
         return mods.can_show_block and mods.num_ranges_of_block == (0, 0)
 
+    def masks_keys(self, group: int) -> bool:
+        """Returns whether a forward with tiles of `group` heads loads the mask_mod of keys ahead, beside a bias."""
+        mods = self.mods
+        if mods is None or self.bias is None or self.block_mask is not None or self.asks_of_blocks(group):
+            return False
+        return mods.masks_keys and not (group > 1 and mods.mask_depends_on[1])
+
     @property
     def is_latent(self) -> bool:
         """True if v is the first columns of k, in the same memory, as in absorbed latent attention (MLA).
@@ -427,6 +436,7 @@ class Problem:
             GROUP=1,
             IS_LATENT=False,
             ASKS_OF_BLOCKS=False,
+            MASKS_KEYS=False,
             OVERLAPS=False,
             PAGE_ROWS=0 if self.page_table is None else math.gcd(self.k.shape[1], tile.block_n),
             IS_FP8=self.is_fp8,

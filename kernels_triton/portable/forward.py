@@ -77,6 +77,20 @@ class _Block(NamedTuple):
     v_t: Any  # in FP8: v with its tokens innermost, as the matrix instructions need it
 
 
+# Returns whether keys from n on are shown to all queries, each key four times: a load of fewer numbers than threads would be repeated
+# by each thread for its own keys.
+@triton.jit
+def _keys_shown(head, n, MODS: tl.constexpr, META: tl.constexpr):
+    j = n + tl.broadcast_to(tl.arange(0, META.BLOCK_N)[:, None], [META.BLOCK_N, 4])
+    return MODS.mask(head.b, head.h, 0, j, head.captures)
+
+
+# Returns the largest score that each key may have: inf, or -inf for a hidden key.
+@triton.jit
+def _limit_of_keys(shown):
+    return tl.max(tl.where(shown, float("inf"), float("-inf")), 1)
+
+
 @triton.jit
 def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
     BLOCK_N: tl.constexpr = META.BLOCK_N
@@ -93,6 +107,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     v_pointer = row_at(block.v, tiles.begin)
     # Incremented like the others: LLVM computes with 64 bits of n if this depends on them, and ptxas then serialises the products.
     bias_pointer = row_at(block.bias, tiles.begin) if block.bias is not None else 0
+    limit = _limit_of_keys(_keys_shown(head, tiles.begin, MODS, META)) if META.MASKS_KEYS else 0.0
     # At most one tile has keys past the end. A pipeline would begin copies even without it.
     IS_END: tl.constexpr = IS_MASKED and not (
         META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 or META.QK1 > 0 or META.V1 > 0
@@ -110,6 +125,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
                 v_tile, v_offsets = paged_rows(inputs.pages, inputs.v, block.v.base, head.b, n, len_kv, META)
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
+        next_shown = _keys_shown(head, n + BLOCK_N, MODS, META) if META.MASKS_KEYS else False  # loaded during this iteration
         # Before the products, so that the compiler chooses their layout, and not this load's, for the statistics of rows.
         bias = 0.0
         if block.bias is not None:
@@ -134,7 +150,9 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         s, factor, _, _ = biased_logits(qk, bias, i, j, score_scale, head, MODS, META)
         if IS_MASKED:
             s = tl.where(visible_keys(i, j, len_kv, head.shift, inputs.band, META), s, float("-inf"))
-        if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
+        if META.MASKS_KEYS:
+            s = tl.minimum(s, limit[None, :])
+        elif META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
             if META.ASKS_OF_BLOCKS:
                 if not shows_block(head, block.first_row, META.BLOCK_M // META.GROUP, n, BLOCK_N, MODS):
                     s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures), s, float("-inf"))
@@ -186,6 +204,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
                 if META.HAS_TOKEN_SCALES_V:
                     v1 = (v1.to(tl.float32) * descale_v).to(block.q.first.dtype)
                 acc1 = tl.dot(p, v1, acc1 * correction[:, None], input_precision=META.PRECISION)
+        if META.MASKS_KEYS:
+            limit = _limit_of_keys(next_shown)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * block.k.step
             v_pointer += BLOCK_N * block.v.step
@@ -508,7 +528,7 @@ def attention_forward(
         parts_out = parts.rows(lse) if plan is None else parts.out.view(programs, -1, slots, out.shape[-1])
     early = parts is not None and overlaps(x.device)
     meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots, IS_LATENT=x.is_latent, OVERLAPS=early)
-    meta = meta._replace(ASKS_OF_BLOCKS=x.asks_of_blocks(group))
+    meta = meta._replace(ASKS_OF_BLOCKS=x.asks_of_blocks(group), MASKS_KEYS=x.masks_keys(group))
     largest = None
     if max_logit is not None:
         places = tiles // x.num_heads * splits if plan is None else plan.entries + plan.programs
