@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 
+# Returns (pointer, offsets) of BLOCK_N keys of a sequence from `first` on, a multiple of BLOCK_N. base: the first key of page
+# 0. Page ids are clamped, so they are inside the tensor whatever the table contains, and no entry past the sequence is read.
+# PAGE_ROWS keys are contiguous in a page, so one entry is read for all of them.
 @triton.jit
 def paged_rows(pages, x, base, b, first, num_rows, META: tl.constexpr):
-    # Returns (pointer, offsets) of BLOCK_N keys of a sequence from `first` on, a multiple of BLOCK_N. base: the first key of page
-    # 0. Page ids are clamped, so they are inside the tensor whatever the table contains, and no entry past the sequence is read.
-    # PAGE_ROWS keys are contiguous in a page, so one entry is read for all of them.
     BLOCK_N: tl.constexpr = META.BLOCK_N
     PAGE_ROWS: tl.constexpr = META.PAGE_ROWS
     table_ptr = pages.table_ptr + tl.cast(b, tl.int64) * pages.stride
@@ -35,17 +35,17 @@ def _clamped(page, pages):
     return tl.minimum(tl.maximum(page, 0), pages.num_pages - 1)
 
 
+# Strides are passed divided by ALIGN, so the compiler knows their divisor without compiling for their values.
 @triton.jit
 def row_pointer(x, b, h, row, META: tl.constexpr):
-    # Strides are passed divided by ALIGN, so the compiler knows their divisor without compiling for their values.
     offset = tl.cast(b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_h + tl.cast(row, tl.int64) * x.stride_s
     return x.ptr + offset * META.ALIGN
 
 
+# Returns (elements from one row to the next, offsets of a tile's rows from its first row). The offsets fit 32 bits unless the
+# stride is very large. Then a tile's address is one 64-bit scalar, which a loop increments, and a 32-bit register for each row.
 @triton.jit
 def row_steps(stride_s, ROWS: tl.constexpr, META: tl.constexpr):
-    # Returns (elements from one row to the next, offsets of a tile's rows from its first row). The offsets fit 32 bits unless the
-    # stride is very large. Then a tile's address is one 64-bit scalar, which a loop increments, and a 32-bit register for each row.
     step = tl.cast(stride_s, tl.int64) * META.ALIGN
     rows = tl.arange(0, ROWS)
     if META.WIDE_STRIDES:
@@ -64,3 +64,13 @@ class HeadRows(NamedTuple):
 @triton.jit
 def row_at(rows, row):
     return rows.base + tl.cast(row, tl.int64) * rows.step
+
+
+# Returns (pointer, offsets) of a tile's rows from `row` on, which is at `pointer`. With 32 bits a thread keeps half as many registers
+# for addresses, and the loop counts with 32 bits: with 64, ptxas serialises the products of some loops (C7515).
+@triton.jit
+def rows_from(rows, pointer, row, META: tl.constexpr):
+    if META.IS_NEAR:
+        return rows.base, rows.offsets + row * tl.cast(rows.step, tl.int32)
+    else:
+        return pointer, rows.offsets

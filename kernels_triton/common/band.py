@@ -21,9 +21,9 @@ class VisibleRange(NamedTuple):
     end: tl.tensor
 
 
+# Rows first .. first + BLOCK of one side see row + shift - before .. row + shift + after of the other side; None: no limit.
 @triton.jit
 def _visible_range(first, BLOCK: tl.constexpr, STEP: tl.constexpr, length, shift, before, after):
-    # Rows first .. first + BLOCK of one side see row + shift - before .. row + shift + after of the other side; None: no limit.
     begin = 0
     full_begin = 0
     end = length
@@ -40,25 +40,25 @@ def _visible_range(first, BLOCK: tl.constexpr, STEP: tl.constexpr, length, shift
     return VisibleRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
 
 
+# Returns the keys that BLOCK_M queries see.
 @triton.jit
 def visible_range_of_keys(first_row, len_kv, shift, band, META: tl.constexpr):
-    # Returns the keys that BLOCK_M queries see.
     before = band.left if META.HAS_LEFT else None
     after = band.right if META.HAS_RIGHT else None
     return _visible_range(first_row, META.BLOCK_M, META.BLOCK_N, len_kv, shift, before, after)
 
 
+# Returns the queries that see BLOCK_N keys.
 @triton.jit
 def visible_range_of_queries(first_column, len_q, shift, band, META: tl.constexpr):
-    # Returns the queries that see BLOCK_N keys.
     before = band.right if META.HAS_RIGHT else None
     after = band.left if META.HAS_LEFT else None
     return _visible_range(first_column, META.BLOCK_N, META.BLOCK_M, len_q, -shift, before, after)
 
 
+# For a tile [queries, keys]. The bounds are computed for each query, so an element costs one comparison a side.
 @triton.jit
 def visible_keys(i, j, len_kv, shift, band, META: tl.constexpr):
-    # For a tile [queries, keys]. The bounds are computed for each query, so an element costs one comparison a side.
     last = len_kv - 1
     if META.HAS_RIGHT:
         last = tl.minimum(last, i + shift + band.right)
@@ -68,10 +68,10 @@ def visible_keys(i, j, len_kv, shift, band, META: tl.constexpr):
     return visible
 
 
+# For a tile [keys, queries]; the bounds are computed for each key. Keys and queries past the end need no mask here: results of
+# a key past the end are not stored, and a query past the end has probability 0.
 @triton.jit
 def visible_queries(i, j, shift, band, META: tl.constexpr):
-    # For a tile [keys, queries]; the bounds are computed for each key. Keys and queries past the end need no mask here: results of
-    # a key past the end are not stored, and a query past the end has probability 0.
     visible = i >= j - shift - band.right
     if META.HAS_LEFT:
         in_window = i <= j - shift + band.left

@@ -8,17 +8,17 @@ import triton.language as tl
 from flexattn.kernels_triton.common.arguments import Head
 
 
+# Returns a stride of the bias, so that the compiler knows that BIAS_ALIGN divides it.
 @triton.jit
 def aligned_stride(stride, META: tl.constexpr):
-    # Returns a stride of the bias, so that the compiler knows that BIAS_ALIGN divides it.
     if META.BIAS_ALIGN > 1:
         stride = stride // META.BIAS_ALIGN * META.BIAS_ALIGN
     return stride
 
 
+# Returns (pointer to the head's bias, its ALiBi slope).
 @triton.jit
 def load_head(bias, alibi, b, h, META: tl.constexpr):
-    # Returns (pointer to the head's bias, its ALiBi slope).
     bias_ptr = 0.0  # never used
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
         entry = b
@@ -32,9 +32,9 @@ def load_head(bias, alibi, b, h, META: tl.constexpr):
     return bias_ptr, alibi_slope
 
 
+# Returns the values of a head that the mods' functions read after the captures.
 @triton.jit
 def head_values(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
-    # Returns the values of a head that the mods' functions read after the captures.
     values = ()
     if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:  # noqa: SIM102  # otherwise MODS is None
         if MODS.per_head is not None:
@@ -73,10 +73,10 @@ def head_of(scores, b, h, len_q, len_kv, shift, MODS: tl.constexpr, META: tl.con
     )
 
 
+# Returns whether intervals prove that the mask_mod shows all these keys to all these queries, so that no pair needs the
+# mask_mod.
 @triton.jit
 def shows_block(head, first_q, NUM_Q: tl.constexpr, first_kv, NUM_KV: tl.constexpr, MODS: tl.constexpr):
-    # Returns whether intervals prove that the mask_mod shows all these keys to all these queries, so that no pair needs the
-    # mask_mod.
     q_low, kv_low = tl.cast(first_q, tl.int64), tl.cast(first_kv, tl.int64)
     q_high = tl.maximum(tl.minimum(q_low + NUM_Q, head.len_q) - 1, q_low)
     kv_high = tl.maximum(tl.minimum(kv_low + NUM_KV, head.len_kv) - 1, kv_low)

@@ -11,11 +11,11 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_memory import store_tile
 
 
+# Returns (front, slot), relative to the start of the sequence: the rows without a token for which this sequence writes zeros.
+# These are -start .. front, which only the first sequence has, and length .. slot. They end at the start of the next slot in
+# memory, because slots may be in any order.
 @triton.jit
 def load_padding(lengths, b, start, length, IS_RAGGED: tl.constexpr):
-    # Returns (front, slot), relative to the start of the sequence: the rows without a token for which this sequence writes zeros.
-    # These are -start .. front, which only the first sequence has, and length .. slot. They end at the start of the next slot in
-    # memory, because slots may be in any order.
     front = b * 0 - start
     slot = b * 0 + lengths.num_tokens
     if IS_RAGGED:
@@ -52,11 +52,11 @@ def store_zeros(base, step, offsets, begin, end, HEAD_DIM: tl.constexpr, WIDTH0:
             store_tile(pointer, tl.zeros([ROWS, WIDTH1], tl.float32), offsets, row, end, WIDTH0, WIDTH1, HEAD_DIM)
 
 
+# Writes zeros into the rows of a `Padding`.
 @triton.jit
 def clear_padding(
     base, step, offsets, padding, HEAD_DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, IS_RAGGED: tl.constexpr
 ):
-    # Writes zeros into the rows of a `Padding`.
     store_zeros(base, step, offsets, padding.begin, padding.end, HEAD_DIM, WIDTH0, WIDTH1)
     if IS_RAGGED:
         store_zeros(base, step, offsets, padding.front_begin, padding.front, HEAD_DIM, WIDTH0, WIDTH1)
@@ -72,9 +72,9 @@ class Padding(NamedTuple):
     slot: tl.tensor  # a block with some tokens masks its other rows up to here itself
 
 
+# Returns the padding of a block that begins at `first`.
 @triton.jit
 def padding_rows(lengths, b, start, length, first, is_last, BLOCK: tl.constexpr, IS_RAGGED: tl.constexpr):
-    # Returns the padding of a block that begins at `first`.
     front = b * 0 - start
     slot = b * 0 + length
     if (first + BLOCK > length) | is_last | ((b == 0) & (first == 0)):

@@ -47,15 +47,15 @@ def first_row_of_part(plan, part):
     return tl.cast(part, tl.int64) * plan.part_rows
 
 
+# Returns (key blocks of each program of a team, key blocks of all)
 @triton.jit
 def share_of_program(plan):
-    # Returns (key blocks of each program of a team, key blocks of all)
     return tl.load(plan.before_ptr + plan.entries + 1), tl.load(plan.before_ptr + plan.entries)
 
 
+# Returns the last entry that begins at this key block or before it.
 @triton.jit
 def entry_at(plan, position):
-    # Returns the last entry that begins at this key block or before it.
     low = 0
     high = plan.entries - 1
     while low < high:
@@ -66,9 +66,9 @@ def entry_at(plan, position):
     return low
 
 
+# Returns a program's piece from key block `position` on, in this entry or a later one. Its share ends at `end`.
 @triton.jit
 def piece_at(plan, pid, position, end, entry):
-    # Returns a program's piece from key block `position` on, in this entry or a later one. Its share ends at `end`.
     before = tl.load(plan.before_ptr + entry)
     after = tl.load(plan.before_ptr + entry + 1)
     while after <= position:
@@ -82,15 +82,15 @@ def piece_at(plan, pid, position, end, entry):
     return Piece(entry=entry, head=head, program=pid // plan.teams, first=first, end=tl.minimum(count, first + end - position))
 
 
+# A team's parts are `plan.teams` apart.
 @triton.jit
 def part_of_piece(plan, piece):
-    # A team's parts are `plan.teams` apart.
     return (piece.entry * plan.tiles + piece.head // plan.teams + piece.program) * plan.teams + piece.head % plan.teams
 
 
+# Returns the piece that writes this part, or an empty piece if none does.
 @triton.jit
 def piece_of_part(plan, part):
-    # Returns the piece that writes this part, or an empty piece if none does.
     share, _total = share_of_program(plan)
     tiles = plan.tiles
     team = part % plan.teams

@@ -182,6 +182,7 @@ class Meta(NamedTuple):
     V1: int
     ALIGN: int  # all strides are multiples of this many elements
     WIDE_STRIDES: bool  # the rows of one tile may be 2**31 elements or more apart
+    IS_NEAR: bool  # a forward with a bias addresses the keys of a head with 32 bits
     PRECISION: str  # precision of a dot product of two fp32 tiles
     BLOCK_M: int
     BLOCK_N: int
@@ -374,6 +375,15 @@ class Problem:
         return mods.masks_keys and not (group > 1 and mods.mask_depends_on[1])
 
     @property
+    def is_near(self) -> bool:
+        """True if a bias is present, and 32 bits count the elements of a head's keys and of a tile's bias."""
+        if self.bias is None or self.page_table is not None:
+            return False
+        *_, stride_m, stride_n = _strides(self.bias, 4)
+        extents = [x.shape[-3] * abs(x.stride(-3)) for x in (self.k, self.v)]
+        return max(*extents, _MOST_ROWS * stride_m + self.bias.shape[3] * stride_n) < 2**31 - _MOST_ROWS * max(1, stride_n)
+
+    @property
     def is_latent(self) -> bool:
         """True if v is the first columns of k, in the same memory, as in absorbed latent attention (MLA).
 
@@ -428,7 +438,6 @@ class Problem:
                     f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted on a GPU: strides that are 1 for the "
                     f"last dim and multiples of 8 for the others, and data at a multiple of 16 bytes; pass {name}.contiguous()"
                 )
-        strides = [x.stride(-3) for x in tensors] + ([] if self.bias is None else [_strides(self.bias, 4)[2]])
         return Meta(
             **self.features._asdict(),
             IS_GROUPED=self.group_size > 1,
@@ -455,7 +464,8 @@ class Problem:
             V0=v0,
             V1=v1,
             ALIGN=_alignment(tensors, self.is_fp8),
-            WIDE_STRIDES=any(abs(stride) * _MOST_ROWS >= 2**31 for stride in strides),
+            WIDE_STRIDES=any(abs(x.stride(-3)) * _MOST_ROWS >= 2**31 for x in tensors),
+            IS_NEAR=False,
             PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.addressing import HeadRows
+from flexattn.kernels_triton.common.addressing import HeadRows, row_at, rows_from
 from flexattn.kernels_triton.common.band import visible_keys, visible_queries
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import aligned_stride
@@ -19,9 +19,9 @@ from flexattn.kernels_triton.common.lse_rows import relative_to_lse
 from flexattn.kernels_triton.common.tanh import tanh, tanh_in_half
 
 
+# Returns the tile of the bias in fp32; 0 without a bias, and outside of the sequences.
 @triton.jit
 def load_bias(head, i, j, META: tl.constexpr):
-    # Returns the tile of the bias in fp32; 0 without a bias, and outside of the sequences.
     ALIGN: tl.constexpr = META.BIAS_ALIGN
     bias = 0.0
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
@@ -45,20 +45,21 @@ def rows_of_bias(head, rows, first_row, META: tl.constexpr):
     step = tl.cast(1 if ALIGN > 0 else head.bias_stride_n, tl.int64)
     rows = tl.minimum(rows, head.len_q - 1) - first_row
     columns = tl.arange(0, META.BLOCK_N)
-    if META.WIDE_STRIDES:
+    if not META.IS_NEAR:
         rows = rows.to(tl.int64)
     if ALIGN == 0:
-        columns = columns * step
+        columns = columns * (tl.cast(step, tl.int32) if META.IS_NEAR else step)
     offsets = rows[:, None] * stride_m + columns[None, :]
     if ALIGN > 1:
         offsets = tl.multiple_of(offsets, [1, ALIGN])
     return HeadRows(base=head.bias_ptr + tl.cast(first_row, tl.int64) * stride_m, step=step, offsets=offsets)
 
 
-# Returns the tile of the bias at keys j. Without CHECK_KEYS all of them are before the end, and the load needs no mask.
+# Returns the tile of the bias at keys j, from n on. Without CHECK_KEYS all of them are before the end, and the load needs no mask.
 @triton.jit
-def load_bias_tile(pointer, offsets, j, len_kv, CHECK_KEYS: tl.constexpr, META: tl.constexpr):
+def load_bias_tile(rows, n, j, len_kv, CHECK_KEYS: tl.constexpr, META: tl.constexpr):
     ALIGN: tl.constexpr = META.BIAS_ALIGN
+    pointer, offsets = rows_from(rows, row_at(rows, n), n, META)
     if CHECK_KEYS:
         inside = j < (tl.cdiv(len_kv, ALIGN) * ALIGN if ALIGN > 1 else len_kv)
         if ALIGN > 1:
@@ -178,9 +179,9 @@ def score_gradient(
     return ScoreGradient(p=p, p_dropped=p_dropped, dlogit=dlogit, dscore=dscore, score=score)
 
 
+# Returns d loss / d scaled score from d loss / d logit and the results of `logits`.
 @triton.jit
 def through_mods(dlogit, cap_tanh, score, i, j, head, MODS: tl.constexpr, META: tl.constexpr):
-    # Returns d loss / d scaled score from d loss / d logit and the results of `logits`.
     dscore = dlogit
     if META.HAS_SCORE_MOD:
         dscore = MODS.gradient(dlogit, score, head.b, head.h, i, j, head.captures)

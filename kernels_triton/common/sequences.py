@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 
+# Returns (first row, real tokens), clamped. Whatever the lengths and starts contain, the result is inside the tensor. If slots
+# are consecutive, each sequence is also inside its part of a packed buffer (`packed_start`).
 @triton.jit
 def load_sequence(lengths, b, IS_RAGGED: tl.constexpr):
-    # Returns (first row, real tokens), clamped. Whatever the lengths and starts contain, the result is inside the tensor. If slots
-    # are consecutive, each sequence is also inside its part of a packed buffer (`packed_start`).
     start = 0
     length = lengths.num_tokens
     if IS_RAGGED:
@@ -57,9 +57,9 @@ class Program(NamedTuple):
     split: int | tl.tensor = 0  # number of a split of the query heads that share the keys
 
 
+# The last block is first, because it has the most work under a causal band.
 @triton.jit
 def program_of_queries(pid, inputs, META: tl.constexpr):
-    # The last block is first, because it has the most work under a causal band.
     blocks = tl.cdiv(inputs.lengths_q.max_seqlen, META.BLOCK_M)
     block = blocks - 1 - pid % blocks
     h = pid // blocks % inputs.num_heads

@@ -9,9 +9,9 @@ from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.lse_rows import load_shift
 
 
+# UNIT: LOG2E for units of log2, or 1
 @triton.jit
 def load_sink(softmax_offset_ptr, h, UNIT: tl.constexpr, META: tl.constexpr):
-    # UNIT: LOG2E for units of log2, or 1
     sink = tl.zeros([], tl.float32)
     if META.HAS_OFFSET:
         sink = tl.load(softmax_offset_ptr + h).to(tl.float32) * UNIT

@@ -11,17 +11,17 @@ from torch import Tensor
 from flexattn.kernels_triton.common.band import VisibleRange
 
 
+# Returns (first block of a split, of `count` blocks, first block of the next). The last splits may be empty.
 @triton.jit
 def share_of_split(count, split, num_splits):
-    # Returns (first block of a split, of `count` blocks, first block of the next). The last splits may be empty.
     share = tl.cdiv(count, num_splits)
     first = tl.minimum(split * share, count)
     return first, tl.minimum(first + share, count)
 
 
+# Returns a split's share of a `band.VisibleRange`, or the intersection of the range with a piece of the keys.
 @triton.jit
 def range_of_split(visible, split, num_splits, STEP: tl.constexpr, PIECE: tl.constexpr):
-    # Returns a split's share of a `band.VisibleRange`, or the intersection of the range with a piece of the keys.
     if PIECE > 0:
         end = tl.cdiv(visible.end, STEP) * STEP
         begin = tl.minimum(tl.maximum(visible.begin, split * PIECE), end)
@@ -33,25 +33,25 @@ def range_of_split(visible, split, num_splits, STEP: tl.constexpr, PIECE: tl.con
     return _cut_range(visible, begin, last)
 
 
+# Returns blocks `first` up to `end` of a `band.VisibleRange`; `end` may be past its own end.
 @triton.jit
 def range_of_blocks(visible, first, end, STEP: tl.constexpr):
-    # Returns blocks `first` up to `end` of a `band.VisibleRange`; `end` may be past its own end.
     rounded_end = visible.begin + tl.cdiv(visible.end - visible.begin, STEP) * STEP
     begin = tl.minimum(visible.begin + first * STEP, rounded_end)
     return _cut_range(visible, begin, tl.minimum(visible.begin + end * STEP, rounded_end))
 
 
+# Cuts a range to `begin` .. `last`; each is the beginning of a block or the end of the last one.
 @triton.jit
 def _cut_range(visible, begin, last):
-    # Cuts a range to `begin` .. `last`; each is the beginning of a block or the end of the last one.
     full_begin = tl.minimum(tl.maximum(visible.full_begin, begin), last)
     full_end = tl.minimum(tl.maximum(visible.full_end, full_begin), last)
     return VisibleRange(begin=begin, full_begin=full_begin, full_end=full_end, end=tl.minimum(visible.end, last))
 
 
+# Returns the first row of a split's part.
 @triton.jit
 def part_row(split, batch, num_heads, num_tokens_q, META: tl.constexpr):
-    # Returns the first row of a split's part.
     num_rows = tl.cast(num_heads if META.IS_RAGGED_Q else batch * num_heads, tl.int64) * num_tokens_q
     return split * num_rows
 

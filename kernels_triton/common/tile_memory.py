@@ -10,12 +10,12 @@ import triton.language as tl
 from flexattn.kernels_triton.common.arguments import Parts
 
 
+# Loads columns COLUMN .. COLUMN + WIDTH of the rows at `offsets` from `pointer`. `first` is the first row's number in its
+# sequence. The result is 0 past HEAD_DIM and, with CHECK_ROWS, from row num_rows on.
 @triton.jit
 def load_tile(
     pointer, offsets, first, num_rows, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK_ROWS: tl.constexpr
 ):
-    # Loads columns COLUMN .. COLUMN + WIDTH of the rows at `offsets` from `pointer`. `first` is the first row's number in its
-    # sequence. The result is 0 past HEAD_DIM and, with CHECK_ROWS, from row num_rows on.
     columns = COLUMN + tl.arange(0, WIDTH)
     pointers = pointer + (offsets[:, None] + columns[None, :])
     inside = (first + tl.arange(0, offsets.shape[0]) < num_rows)[:, None]
@@ -37,9 +37,9 @@ def store_tile(pointer, tile, offsets, first, num_rows, COLUMN: tl.constexpr, WI
     tl.store(pointer + (offsets[:, None] + columns[None, :]), tile.to(pointer.dtype.element_ty), mask=inside)
 
 
+# Loads both parts of the head dim, 0 from row num_rows on.
 @triton.jit
 def load_parts(pointer, offsets, first, num_rows, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr):
-    # Loads both parts of the head dim, 0 from row num_rows on.
     part0 = load_tile(pointer, offsets, first, num_rows, 0, WIDTH0, HEAD_DIM, True)
     part1 = part0
     if WIDTH1 > 0:
@@ -47,9 +47,9 @@ def load_parts(pointer, offsets, first, num_rows, WIDTH0: tl.constexpr, WIDTH1: 
     return Parts(first=part0, second=part1)
 
 
+# Returns zeros in fp32 for sums
 @triton.jit
 def zero_parts(ROWS: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
-    # Returns zeros in fp32 for sums
     zeros = tl.zeros([ROWS, WIDTH0], tl.float32)
     return Parts(first=zeros, second=tl.zeros([ROWS, WIDTH1], tl.float32) if WIDTH1 > 0 else zeros)
 
@@ -73,9 +73,9 @@ def _store_part(rows, tile, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HE
     store_tile(rows.pointer, tile, rows.offsets, rows.first, rows.end, COLUMN, WIDTH, HEAD_DIM)
 
 
+# Stores both parts of the head dim in `StoredRows`, multiplied by `scale`; None: 1.
 @triton.jit
 def store_parts(rows, parts, scale, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, HEAD_DIM: tl.constexpr):
-    # Stores both parts of the head dim in `StoredRows`, multiplied by `scale`; None: 1.
     _store_part(rows, parts.first, scale, 0, WIDTH0, HEAD_DIM)
     if WIDTH1 > 0:
         _store_part(rows, parts.second, scale, WIDTH0, WIDTH1, HEAD_DIM)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.addressing import HeadRows, paged_rows, row_at, row_pointer, row_steps
+from flexattn.kernels_triton.common.addressing import HeadRows, paged_rows, row_at, row_pointer, row_steps, rows_from
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Parts, Pointer, Rows
 from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
 from flexattn.kernels_triton.common.block_lists import Loops, TileRange, first_loop, key_loops, listed_tile, loops_in_order
@@ -91,6 +91,8 @@ def _limit_of_keys(shown):
     return tl.max(tl.where(shown, float("inf"), float("-inf")), 1)
 
 
+# - The bias is loaded before the products, so that the compiler chooses their layout, and not its own, for the statistics of rows.
+# - IS_END: at most one tile has keys past the end. A pipeline would begin copies even without it.
 @triton.jit
 def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
     BLOCK_N: tl.constexpr = META.BLOCK_N
@@ -105,10 +107,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     i = queries_of_tile(block.first_row, META)[:, None]
     k_pointer = row_at(block.k, tiles.begin)
     v_pointer = row_at(block.v, tiles.begin)
-    # Incremented like the others: LLVM computes with 64 bits of n if this depends on them, and ptxas then serialises the products.
-    bias_pointer = row_at(block.bias, tiles.begin) if block.bias is not None else 0
     limit = _limit_of_keys(_keys_shown(head, tiles.begin, MODS, META)) if META.MASKS_KEYS else 0.0
-    # At most one tile has keys past the end. A pipeline would begin copies even without it.
     IS_END: tl.constexpr = IS_MASKED and not (
         META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 or META.QK1 > 0 or META.V1 > 0
     )
@@ -117,7 +116,6 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if META.BLOCK_SIZE_Q > 0:
             k_pointer = row_at(block.k, n)
             v_pointer = row_at(block.v, n)
-            bias_pointer = row_at(block.bias, n) if block.bias is not None else 0
         k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k.offsets, v_pointer, block.v.offsets
         if inputs.pages.table_ptr is not None:
             k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k.base, head.b, n, len_kv, META)
@@ -126,10 +124,11 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
         next_shown = _keys_shown(head, n + BLOCK_N, MODS, META) if META.MASKS_KEYS else False  # loaded during this iteration
-        # Before the products, so that the compiler chooses their layout, and not this load's, for the statistics of rows.
         bias = 0.0
         if block.bias is not None:
-            bias = load_bias_tile(bias_pointer, block.bias.offsets, j, len_kv, IS_MASKED, META)
+            k_tile, k_offsets = rows_from(block.k, k_pointer, n, META)
+            v_tile, v_offsets = rows_from(block.v, v_pointer, n, META)
+            bias = load_bias_tile(block.bias, n, j, len_kv, IS_MASKED, META)
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         if META.IS_KV_FP8:
             k0 = k0.to(block.q.first.dtype)
@@ -209,14 +208,12 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * block.k.step
             v_pointer += BLOCK_N * block.v.step
-            if block.bias is not None:
-                bias_pointer += BLOCK_N * block.bias.step
     return _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
 
 
+# Writes out and lse of the rows beside a sequence that this program is responsible for, see `padding_rows`
 @triton.jit
 def _clear_padding(args: Arguments, padding, b, h, start_q, lse_ptr, out: Rows, META: tl.constexpr):
-    # Writes out and lse of the rows beside a sequence that this program is responsible for, see `padding_rows`
     BLOCK_M: tl.constexpr = META.BLOCK_M
     lengths_q = args.inputs.lengths_q
     num_heads = args.inputs.num_heads
@@ -237,9 +234,9 @@ def _clear_padding(args: Arguments, padding, b, h, start_q, lse_ptr, out: Rows, 
                 tl.store(head_lse + hidden, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=hidden < end_padding)
 
 
+# Returns the statistics of rows with a sink, and the factor of sums that were relative to the old maximum
 @triton.jit
 def _with_sink(row_max, row_sum, sink, OFFSET: tl.constexpr, META: tl.constexpr):
-    # Returns the statistics of rows with a sink, and the factor of sums that were relative to the old maximum
     new_max = tl.maximum(row_max, sink)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(new_max)
@@ -266,9 +263,9 @@ class _Tile(NamedTuple):
     heads: tl.tensor  # the head of each row
 
 
+# Returns the number of a tile's block, its first head and its sequence.
 @triton.jit
 def _place_of_tile(pid, piece, blocks, groups, META: tl.constexpr):
-    # Returns the number of a tile's block, its first head and its sequence.
     if piece is None:
         block = blocks - 1 - pid % blocks  # under a causal band the last block has the most work, so it is first
         h = pid // blocks % groups
@@ -282,9 +279,9 @@ def _place_of_tile(pid, piece, blocks, groups, META: tl.constexpr):
     return block, h, b
 
 
+# Returns the index of a tile's largest logit in `max_logit_ptr`
 @triton.jit
 def _place_of_largest(tile, args):
-    # Returns the index of a tile's largest logit in `max_logit_ptr`
     if tile.piece is None:
         place = (tile.h * args.inputs.lengths_q.batch + tile.b) * tile.blocks + tile.block
         if args.num_splits is not None:
@@ -294,9 +291,9 @@ def _place_of_largest(tile, args):
     return place
 
 
+# Returns the keys of a tile's split or piece
 @triton.jit
 def _visible_share(visible, tile, num_splits, META: tl.constexpr):
-    # Returns the keys of a tile's split or piece
     if tile.piece is not None:
         visible = range_of_blocks(visible, tile.piece.first, tile.piece.end, META.BLOCK_N)
     if num_splits is not None and (META.BLOCK_SIZE_Q == 0 or META.PIECE > 0):
@@ -304,18 +301,18 @@ def _visible_share(visible, tile, num_splits, META: tl.constexpr):
     return visible
 
 
+# With a block mask, a split is a share of the full blocks and a share of the others.
 @triton.jit
 def _loops_of_split(loops, split, num_splits):
-    # With a block mask, a split is a share of the full blocks and a share of the others.
     begin, end = share_of_split(loops.full.end, split, num_splits)
     rest_begin, rest_end = share_of_split(loops.rest.end, split, num_splits)
     full = TileRange(begin=begin, end=end, listed=loops.full.listed)
     return Loops(first=full, full=full, rest=TileRange(begin=rest_begin, end=rest_end, listed=loops.rest.listed))
 
 
+# Returns the statistics of rows with their sink, and the factor that turns sums into out
 @triton.jit
 def _normalised(row_max, row_sum, tile, h_kv, inputs, META: tl.constexpr):
-    # Returns the statistics of rows with their sink, and the factor that turns sums into out
     BLOCK_M: tl.constexpr = META.BLOCK_M
     OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
     rescale = tl.zeros([BLOCK_M], tl.float32) + (inputs.dropout.keep_scale if META.HAS_DROPOUT else 1.0)
@@ -528,7 +525,7 @@ def attention_forward(
         parts_out = parts.rows(lse) if plan is None else parts.out.view(programs, -1, slots, out.shape[-1])
     early = parts is not None and overlaps(x.device)
     meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots, IS_LATENT=x.is_latent, OVERLAPS=early)
-    meta = meta._replace(ASKS_OF_BLOCKS=x.asks_of_blocks(group), MASKS_KEYS=x.masks_keys(group))
+    meta = meta._replace(ASKS_OF_BLOCKS=x.asks_of_blocks(group), MASKS_KEYS=x.masks_keys(group), IS_NEAR=x.is_near)
     largest = None
     if max_logit is not None:
         places = tiles // x.num_heads * splits if plan is None else plan.entries + plan.programs

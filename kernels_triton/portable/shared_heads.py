@@ -8,36 +8,36 @@ import triton.language as tl
 from flexattn.kernels_triton.common.addressing import row_steps
 
 
+# Returns the query of each row of a forward's tile.
 @triton.jit
 def queries_of_tile(first_row, META: tl.constexpr):
-    # Returns the query of each row of a forward's tile.
     rows = tl.arange(0, META.BLOCK_M)
     if META.GROUP > 1:
         rows = rows // META.GROUP
     return first_row + rows
 
 
+# Returns the head of each row of a forward's tile, or one head for all rows.
 @triton.jit
 def heads_of_tile(h, META: tl.constexpr):
-    # Returns the head of each row of a forward's tile, or one head for all rows.
     if META.GROUP > 1:
         return h + _head_in_tile(META)
     else:
         return h
 
 
+# Rows that belong to no head repeat the last head: the same numbers, written to the same addresses.
 @triton.jit
 def _head_in_tile(META: tl.constexpr):
-    # Rows that belong to no head repeat the last head: the same numbers, written to the same addresses.
     head = tl.arange(0, META.BLOCK_M) % META.GROUP
     if META.HEADS < META.GROUP:
         head = tl.minimum(head, META.HEADS - 1)
     return head
 
 
+# Returns the offsets of the rows of a forward's tile from its first query and head.
 @triton.jit
 def offsets_of_tile(x, META: tl.constexpr):
-    # Returns the offsets of the rows of a forward's tile from its first query and head.
     if META.GROUP > 1:
         rows = tl.arange(0, META.BLOCK_M).to(tl.int64)
         return (rows // META.GROUP * x.stride_s + _head_in_tile(META).to(tl.int64) * x.stride_h) * META.ALIGN
