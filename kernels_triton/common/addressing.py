@@ -66,8 +66,8 @@ def row_at(rows, row):
     return rows.base + tl.cast(row, tl.int64) * rows.step
 
 
-# Returns (pointer, offsets) of a tile's rows from `row` on, which is at `pointer`. With 32 bits a thread keeps half as many registers
-# for addresses, and the loop counts with 32 bits: with 64, ptxas serialises the products of some loops (C7515).
+# Returns (pointer, offsets) of a tile's rows from `row` on, which is at `pointer`. With 32 bits a thread keeps half as many
+# registers for addresses.
 @triton.jit
 def rows_from(rows, pointer, row, META: tl.constexpr):
     if META.IS_NEAR:

@@ -37,7 +37,8 @@ def load_bias(head, i, j, META: tl.constexpr):
     return bias
 
 
-# Returns the bias of a block of queries as rows of keys. A query past the end has the last query's, and its result is not stored.
+# Returns the bias of a block of queries as rows of keys. A query past the end has the last query's, and its result is not
+# stored.
 @triton.jit
 def rows_of_bias(head, rows, first_row, META: tl.constexpr):
     ALIGN: tl.constexpr = META.BIAS_ALIGN
@@ -94,9 +95,9 @@ def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr
     return biased_logits(qk, load_bias(head, i, j, META), i, j, softmax_scale, head, MODS, META)
 
 
-# bias: from `load_bias` or `load_bias_tile`. Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask.
-# cap_tanh is the softcap's tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale is
-# folded into the exponent's multiply-add.
+# bias: from `load_bias` or `load_bias_tile`. Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before
+# the mask. cap_tanh is the softcap's tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale
+# is folded into the exponent's multiply-add.
 @triton.jit
 def biased_logits(qk, bias, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr):
     s = qk

@@ -131,7 +131,7 @@ FORWARD: Table = {
             biased=Tile(64, 64, 4, 3, registers=96),
             biased_brief=Tile(64, 32, 4, 3, registers=80),
             biased_band=Tile(64, 64, 4, 3, registers=96),
-            biased_mask=Tile(128, 32, 4, 4, registers=128),
+            biased_mask=Tile(64, 64, 4, 3, registers=96),
         ),
         Row(
             128,
