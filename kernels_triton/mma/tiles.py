@@ -103,22 +103,25 @@ _BACKWARD_LARGE_MEMORY = (
         head_dim=64, block_m=32, block_n=128, warps=4, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=True
     ),
     MmaBackwardTile(
-        head_dim=96, block_m=64, block_n=128, warps=8, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=False
+        head_dim=96, block_m=64, block_n=64, warps=4, score_warps=2, key_warps=2, query_warps=1, q_stages=2, holds_v=True
     ),
     MmaBackwardTile(
         head_dim=128, block_m=64, block_n=128, warps=8, score_warps=4, key_warps=2, query_warps=2, q_stages=2, holds_v=False
     ),
     MmaBackwardTile(
-        head_dim=256, block_m=64, block_n=64, warps=8, score_warps=4, key_warps=2, query_warps=2, q_stages=1, holds_v=False
+        head_dim=256, block_m=64, block_n=64, warps=8, score_warps=4, key_warps=1, query_warps=1, q_stages=1, holds_v=False
     ),
 )
 _BACKWARD_SMALL_MEMORY = (
     _BACKWARD_LARGE_MEMORY[0],
     MmaBackwardTile(
-        head_dim=128, block_m=32, block_n=64, warps=4, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=True
+        head_dim=96, block_m=64, block_n=64, warps=4, score_warps=4, key_warps=4, query_warps=1, q_stages=1, holds_v=True
     ),
     MmaBackwardTile(
-        head_dim=256, block_m=32, block_n=64, warps=8, score_warps=4, key_warps=2, query_warps=1, q_stages=1, holds_v=True
+        head_dim=128, block_m=32, block_n=64, warps=4, score_warps=4, key_warps=1, query_warps=1, q_stages=2, holds_v=True
+    ),
+    MmaBackwardTile(
+        head_dim=256, block_m=32, block_n=64, warps=8, score_warps=4, key_warps=1, query_warps=1, q_stages=1, holds_v=True
     ),
 )
 
