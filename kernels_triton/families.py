@@ -367,7 +367,6 @@ MMA_FP8_FORWARD = replace(
     name="mma.sync FP8",
     unsupported=lambda call: _mma("conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
     capabilities=frozenset((89, 120)),
-    has_run=False,
 )
 
 

@@ -338,6 +338,11 @@ _MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | 
         (256, "windowed", False, (4096, None), None, 1.5),
         (192, ("causal", "open"), False, (1024, None), None, 3.05),
     ),
+    ("mma.sync FP8", (89, 120), "mma_fp8_sm_89_h200.json"): (
+        (64, ("causal", "open"), False, (1024, None), None, 1.11),
+        (128, ("causal", "open"), False, (1024, None), None, 1.26),
+        (256, ("causal", "open"), False, (1024, None), None, 1.71),
+    ),
 }
 """Speed of the kernels for mma.sync beside the portable ones, by family, capability and file. A row has the head dim, masks, if
 sequences are packed, queries, the fewest keys, and the speed. `python -m flexattn bench --emit-rows` prints the rules."""

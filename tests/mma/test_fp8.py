@@ -128,19 +128,21 @@ def test_calls_left_to_the_portable_kernel_have_a_reason(more: dict[str, Any], r
             assert "compute capability 8.9 and 12.0" in str(conditions.fp8_forward_unsupported(problem, out, False))
 
 
-@pytest.mark.parametrize("wish", ["auto", "always"])
+@pytest.mark.parametrize(("wish", "tokens"), [("auto", 4096), ("auto", 512), ("always", 512), ("never", 4096)])
 @pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
-def test_only_who_asks_for_it_gets_it(wish: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_that_it_serves(wish: str, tokens: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "INTERPRETED", False)  # it runs no Gluon; here nothing is run at all
     monkeypatch.setenv("FLEXATTN_HOPPER", wish)
-    q = torch.empty(2, 4096, 16, 128, dtype=E4M3, device="meta")
+    q = torch.empty(2, tokens, 16, 128, dtype=E4M3, device="meta")
     descales = {f"descale_{x}": torch.ones(1, device="meta") for x in "qkv"}
     x, settings = bind_call(q=q, k=q, v=q, **descales)
     spec = spec_to_run(x, settings)._replace(device_type="cuda", capability=capability)
     text = explain(spec, "triton", x).details
     said = {
-        "auto": "not mma.sync FP8: no run on such a GPU shows that it is faster; FLEXATTN_HOPPER=always runs it",
-        "always": "  mma.sync FP8: FLEXATTN_HOPPER=always; no run on such a GPU shows that it is faster",
+        ("auto", 4096): "mma.sync FP8: the fastest in benchmarks of such calls",
+        ("auto", 512): "not mma.sync FP8: no benchmark shows it to be faster for such a call",
+        ("always", 512): "mma.sync FP8: FLEXATTN_HOPPER=always",
+        ("never", 4096): "FLEXATTN_HOPPER=never",
     }
-    assert said[wish] in text
-    assert ("forward: triton (mma.sync FP8)" in text) == (wish == "always")
+    assert said[wish, tokens] in text
+    assert ("forward: triton (mma.sync FP8)" in text) == ((wish, tokens) in [("auto", 4096), ("always", 512)])
