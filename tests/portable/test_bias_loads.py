@@ -9,18 +9,20 @@ import torch
 
 from flexattn import AuxRequest, attention, create_block_mask
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, request_for
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.portable import forward
 from flexattn.kernels_triton.runtime.device import pretended_device
-from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.kernels_triton.runtime.launch import launch, recorded_launches
 from tests.support.compiled_kernels import compile_sound
 from tests.support.memory_check import checked_memory
 
 
-def forward_report(length: int, monkeypatch: pytest.MonkeyPatch) -> CompileReport:
+def forward_report(length: int, monkeypatch: pytest.MonkeyPatch, **arguments: object) -> CompileReport:
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
     q = torch.empty(2, length, 4, 32, dtype=torch.bfloat16)
     bias = torch.empty(1, 4, length, length, dtype=torch.bfloat16)
     with pretended_device(90, 132), recorded_launches() as launches:
-        attention(q, q, q, bias=bias, bias_type="post_scale_bias", backend="triton")
+        attention(q, q, q, bias=bias, bias_type="post_scale_bias", backend="triton", **arguments)  # type: ignore[arg-type]
     (report,) = compile_sound([request_for(launches[0], 90)])
     return report
 
@@ -31,12 +33,21 @@ def test_a_bias_is_loaded_for_the_layout_of_the_products(length: int, monkeypatc
     """Rows of an even length begin at multiples of 4, 8 or 16 bytes, and such copies are asynchronous."""
     report = forward_report(length, monkeypatch)
     loops = [loop for loop in report.loops if "HGMMA" in loop]
-    assert len(loops) == 2  # whole tiles, and the tile with the end, which has no pipeline
+    assert len(loops) == 2  # whole tiles, and the tile with the end
     if length % 2 == 0:
         assert "LDG" not in loops[0]
     for loop in loops:
         # A tile has 32 exponentials a thread. If the compiler chooses the load's layout for the statistics, it has them twice.
         assert loop["MUFU"] < 2 * 32
+    assert report.loop_spill_share <= 0.04  # the tile limits registers
+
+
+@pytest.mark.slow
+def test_a_mask_of_keys_is_loaded_once_for_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread would otherwise load the mask of its own 16 keys, byte by byte."""
+    report = forward_report(384, monkeypatch, mask=torch.ones(2, 1, 1, 384, dtype=torch.bool))
+    loops = [loop for loop in report.loops if "HGMMA" in loop]
+    assert [loop["LDG"] for loop in loops] == [1, 1]
     assert report.loop_spill_share <= 0.04  # the tile limits registers
 
 
@@ -93,3 +104,43 @@ def test_a_call_of_no_queries_reads_no_row(rows: int) -> None:
         gradients = torch.autograd.grad((out, lse), (q, k, v, bias), (torch.ones_like(out), torch.ones_like(lse)))
     assert (out.numel(), lse.numel(), max_logit.tolist()) == (0, 0, [float("-inf")] * 2)
     assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU Triton does not interpret calls on a CPU")
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_of_keys_beside_a_bias(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask differs by sequence. A score that is not a number is hidden with its key, in whole tiles and in the last one."""
+    q, k, v = (torch.randn(2, 99, heads, 16) for heads in (2, 1, 1))
+    mask = torch.rand(2, 1, 1, 99) < 0.6
+    mask[0, ..., :40] = False
+    bias = torch.randn(2, 2, 99, 99).masked_fill(~mask, float("nan"))
+    bias[..., 3] = float("-inf")
+    call: dict[str, Any] = {"mask": mask, "attn_mask_type": "causal" if causal else "no_mask"}
+    want = attention(
+        *(x.double() for x in (q, k, v)), bias=bias.double().nan_to_num(0.0, neginf=float("-inf")), **call, backend="eager"
+    )
+    constants = set()
+
+    def launch_noting(kernel: Any, programs: int, device: Any, tile: Any, arguments: Any) -> None:
+        constants.add((arguments[-1].MASKS_KEYS, arguments[-1].IS_NEAR))
+        launch(kernel, programs, device, tile, arguments)
+
+    monkeypatch.setattr(forward, "launch", launch_noting)
+    near = attention(q, k, v, bias=bias, **call, backend="triton")
+    monkeypatch.setattr(Problem, "is_near", False)
+    far = attention(q, k, v, bias=bias, **call, backend="triton")
+    assert constants == {(True, True), (True, False)}
+    assert torch.equal(near, far)
+    torch.testing.assert_close(near.double(), want, atol=2e-6, rtol=1e-5)
+
+
+def test_elements_of_a_head_are_counted_with_32_bits_if_these_suffice() -> None:
+    def is_near(keys: int, stride: int, bias_stride: int) -> bool:
+        q = torch.empty(1, 3, 1, 16, device="meta")
+        k = torch.empty_strided((1, keys, 1, 16), (keys * stride, stride, 16, 1), device="meta")
+        bias = torch.empty_strided((1, 1, 3, keys), (0, 0, bias_stride, 1), device="meta")
+        return Problem(q, k, k, softmax_scale=1.0, bias=bias).is_near
+
+    assert is_near(2**20, 2**10, 2**20)
+    assert not is_near(2**20, 2**11, 2**20)
+    assert not is_near(2**20, 2**10, 2**23)
