@@ -183,6 +183,7 @@ class Meta(NamedTuple):
     ALIGN: int  # all strides are multiples of this many elements
     WIDE_STRIDES: bool  # the rows of one tile may be 2**31 elements or more apart
     IS_NEAR: bool  # a forward with a bias addresses the keys of a head with 32 bits
+    IS_WHOLE: bool  # a forward with a bias: its keys fill their tiles, so no loop has the end
     PRECISION: str  # precision of a dot product of two fp32 tiles
     BLOCK_M: int
     BLOCK_N: int
@@ -376,12 +377,25 @@ class Problem:
 
     @property
     def is_near(self) -> bool:
-        """True if a bias is present, and 32 bits count the elements of a head's keys and of a tile's bias."""
+        """True if 32 bits count the elements of a head's keys and of a tile's bias, and that was measured to be faster.
+
+        With one part of 64 and more columns it was up to 39 % slower (bench/results/biased_addresses_h200.json), except with a band
+        or a mask.
+        """
         if self.bias is None or self.page_table is not None:
+            return False
+        is_one_part = not (self._parts(self.q)[1] or self._parts(self.v)[1])
+        if self.loaded == Loaded(bias_align=_bias_alignment(self.bias)) and is_one_part and self.head_dims >= 128:
             return False
         *_, stride_m, stride_n = _strides(self.bias, 4)
         extents = [x.shape[-3] * abs(x.stride(-3)) for x in (self.k, self.v)]
         return max(*extents, _MOST_ROWS * stride_m + self.bias.shape[3] * stride_n) < 2**31 - _MOST_ROWS * max(1, stride_n)
+
+    def fills_tiles(self, tile: Tile) -> bool:
+        """Returns whether a bias is present and each tile is full of keys, which none of a band, lengths and a block mask cut."""
+        has_band = self.window_left is not None or self.window_right is not None
+        is_cut = has_band or self.has_lengths or self.page_table is not None or self.block_mask is not None
+        return self.bias is not None and self.k.dim() == 4 and not is_cut and self.k.shape[1] % tile.block_n == 0
 
     @property
     def is_latent(self) -> bool:
@@ -438,6 +452,7 @@ class Problem:
                     f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted on a GPU: strides that are 1 for the "
                     f"last dim and multiples of 8 for the others, and data at a multiple of 16 bytes; pass {name}.contiguous()"
                 )
+        strides = [*(abs(x.stride(-3)) for x in tensors), 0 if self.bias is None else _strides(self.bias, 4)[2]]
         return Meta(
             **self.features._asdict(),
             IS_GROUPED=self.group_size > 1,
@@ -464,8 +479,9 @@ class Problem:
             V0=v0,
             V1=v1,
             ALIGN=_alignment(tensors, self.is_fp8),
-            WIDE_STRIDES=any(abs(x.stride(-3)) * _MOST_ROWS >= 2**31 for x in tensors),
+            WIDE_STRIDES=any(stride * _MOST_ROWS >= 2**31 for stride in strides),
             IS_NEAR=False,
+            IS_WHOLE=False,
             PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.addressing import HeadRows, row_at, rows_from
+from flexattn.kernels_triton.common.addressing import HeadRows
 from flexattn.kernels_triton.common.band import visible_keys, visible_queries
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import aligned_stride
@@ -46,7 +46,7 @@ def rows_of_bias(head, rows, first_row, META: tl.constexpr):
     step = tl.cast(1 if ALIGN > 0 else head.bias_stride_n, tl.int64)
     rows = tl.minimum(rows, head.len_q - 1) - first_row
     columns = tl.arange(0, META.BLOCK_N)
-    if not META.IS_NEAR:
+    if META.WIDE_STRIDES:
         rows = rows.to(tl.int64)
     if ALIGN == 0:
         columns = columns * (tl.cast(step, tl.int32) if META.IS_NEAR else step)
@@ -56,11 +56,10 @@ def rows_of_bias(head, rows, first_row, META: tl.constexpr):
     return HeadRows(base=head.bias_ptr + tl.cast(first_row, tl.int64) * stride_m, step=step, offsets=offsets)
 
 
-# Returns the tile of the bias at keys j, from n on. Without CHECK_KEYS all of them are before the end, and the load needs no mask.
+# Returns the tile of the bias at keys j. Without CHECK_KEYS all of them are before the end, and the load needs no mask.
 @triton.jit
-def load_bias_tile(rows, n, j, len_kv, CHECK_KEYS: tl.constexpr, META: tl.constexpr):
+def load_bias_tile(pointer, offsets, j, len_kv, CHECK_KEYS: tl.constexpr, META: tl.constexpr):
     ALIGN: tl.constexpr = META.BIAS_ALIGN
-    pointer, offsets = rows_from(rows, row_at(rows, n), n, META)
     if CHECK_KEYS:
         inside = j < (tl.cdiv(len_kv, ALIGN) * ALIGN if ALIGN > 1 else len_kv)
         if ALIGN > 1:

@@ -367,7 +367,9 @@ def select_tile(
     row = row_of(table, capability, element_size, head_dims)
     # ptxas miscompiles tiles of one stage if a head dim has two parts (`sass_registers`).
     if loaded is not None:
-        if length <= BRIEF and row.biased_brief is not None and loaded.bias_align > 0:
+        # At head dims up to 32, 256 tokens take 2 to 6 % less time in `biased` (bench/results/biased_addresses_h200.json).
+        most = TINY if loaded.bias_align == 8 and row.head_dims == 64 else BRIEF
+        if length <= most and row.biased_brief is not None and loaded.bias_align > 0:
             return row.biased_brief
         if length <= TINY and row.tiny is not None and (is_whole or row.tiny.num_stages > 1):
             return row.tiny

@@ -91,9 +91,22 @@ def _limit_of_keys(shown):
     return tl.max(tl.where(shown, float("inf"), float("-inf")), 1)
 
 
+# Returns scores with -inf for keys that the mask_mod hides.
+@triton.jit
+def _shown_scores(s, block, n, i, j, is_full, MODS: tl.constexpr, META: tl.constexpr):
+    head = block.head
+    if META.ASKS_OF_BLOCKS:
+        if not shows_block(head, block.first_row, META.BLOCK_M // META.GROUP, n, META.BLOCK_N, MODS):
+            s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures), s, float("-inf"))
+    else:
+        s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, s, float("-inf"))
+    return s
+
+
+# - bias_pointer is incremented like the others: if it depended on n, LLVM would compute n with 64 bits.
 # - The bias is loaded before the products, so that the compiler chooses their layout, and not its own, for the statistics of rows.
-# - IS_END: at most one tile has keys past the end. A pipeline would begin copies even without it. With a bias both loops have one:
-#   then ptxas serialises the products (C7515) with fewer registers, and the most frequent tiles fit their limit without spills.
+# - IS_END: at most one tile has keys past the end. A pipeline would begin copies even without it. With IS_NEAR both loops
+#   have one: then ptxas serialises the products (C7515) with fewer registers, and tiles fit their limit without spills.
 @triton.jit
 def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
     BLOCK_N: tl.constexpr = META.BLOCK_N
@@ -108,15 +121,17 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     i = queries_of_tile(block.first_row, META)[:, None]
     k_pointer = row_at(block.k, tiles.begin)
     v_pointer = row_at(block.v, tiles.begin)
+    bias_pointer = row_at(block.bias, tiles.begin) if block.bias is not None else 0
     limit = _limit_of_keys(_keys_shown(head, tiles.begin, MODS, META)) if META.MASKS_KEYS else 0.0
     IS_END: tl.constexpr = IS_MASKED and not (
-        block.bias is not None or META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 or META.QK1 > 0 or META.V1 > 0
+        META.IS_NEAR or META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 or META.QK1 > 0 or META.V1 > 0
     )
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N, num_stages=1 if IS_END else None):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N, META.PIECE > 0)
         if META.BLOCK_SIZE_Q > 0:
             k_pointer = row_at(block.k, n)
             v_pointer = row_at(block.v, n)
+            bias_pointer = row_at(block.bias, n) if block.bias is not None else 0
         k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k.offsets, v_pointer, block.v.offsets
         if inputs.pages.table_ptr is not None:
             k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k.base, head.b, n, len_kv, META)
@@ -129,7 +144,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if block.bias is not None:
             k_tile, k_offsets = rows_from(block.k, k_pointer, n, META)
             v_tile, v_offsets = rows_from(block.v, v_pointer, n, META)
-            bias = load_bias_tile(block.bias, n, j, len_kv, IS_MASKED, META)
+            bias_tile, bias_offsets = rows_from(block.bias, bias_pointer, n, META)
+            bias = load_bias_tile(bias_tile, bias_offsets, j, len_kv, IS_MASKED, META)
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         if META.IS_KV_FP8:
             k0 = k0.to(block.q.first.dtype)
@@ -151,13 +167,9 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if IS_MASKED:
             s = tl.where(visible_keys(i, j, len_kv, head.shift, inputs.band, META), s, float("-inf"))
         if META.MASKS_KEYS:
-            s = tl.minimum(s, limit[None, :])
+            s = tl.minimum(s, tl.expand_dims(limit, 0))
         elif META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
-            if META.ASKS_OF_BLOCKS:
-                if not shows_block(head, block.first_row, META.BLOCK_M // META.GROUP, n, BLOCK_N, MODS):
-                    s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures), s, float("-inf"))
-            else:
-                s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, s, float("-inf"))
+            s = _shown_scores(s, block, n, i, j, is_full, MODS, META)
         if META.IS_FP8 and not (META.IS_UNBOUNDED or META.HAS_SOFTCAP):
             factor = positive_factor(score_scale * LOG2E)
         if META.IS_UNBOUNDED:
@@ -209,6 +221,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * block.k.step
             v_pointer += BLOCK_N * block.v.step
+            if block.bias is not None:
+                bias_pointer += BLOCK_N * block.bias.step
     return _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
 
 
@@ -452,7 +466,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = _Accumulators(acc0=acc.first, acc1=acc.second, row_sum=row_sum, row_max=row_max)
-    for LOOP in tl.static_range(first_loop(META.HAS_LEFT, META.BLOCK_SIZE_Q), 3):
+    for LOOP in tl.static_range(first_loop(META.HAS_LEFT, META.BLOCK_SIZE_Q), 2 if META.IS_WHOLE else 3):
         sums = _attn_fwd_loop(sums, own_block, loops[LOOP], inputs, MODS, LOOP != 1, META)
 
     is_real = rows < len_q
@@ -525,7 +539,8 @@ def attention_forward(
         parts_out = parts.rows(lse) if plan is None else parts.out.view(programs, -1, slots, out.shape[-1])
     early = parts is not None and overlaps(x.device)
     meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots, IS_LATENT=x.is_latent, OVERLAPS=early)
-    meta = meta._replace(ASKS_OF_BLOCKS=x.asks_of_blocks(group), MASKS_KEYS=x.masks_keys(group), IS_NEAR=x.is_near)
+    meta = meta._replace(ASKS_OF_BLOCKS=x.asks_of_blocks(group), MASKS_KEYS=x.masks_keys(group))
+    meta = meta._replace(IS_NEAR=x.is_near, IS_WHOLE=splits == 1 and plan is None and x.fills_tiles(tile))
     largest = None
     if max_logit is not None:
         places = tiles // x.num_heads * splits if plan is None else plan.entries + plan.programs
