@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,7 @@ FIND_FAULTS = frozenset(
 
 
 def sampled(cases: Sequence[frozenset[Any]], begin: Iterable[int] = ()) -> set[int]:
-    """Returns which of the cases, each a set of parameters with their values, or of pairs of these, have every element together:
-    `begin`, and at least one.
-    """
+    """Returns which cases, each a set of parameters with their values, have every element together: `begin`, and at least one."""
     chosen = set(begin) or {0}
     missing = frozenset().union(*cases).difference(*(cases[i] for i in chosen))
     while missing:
@@ -141,14 +138,10 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the cases of a test with the mark `sample` as slow or exhaustive, if they are not in the sample that the mark names.
 
-    Cases with a new pair of values are slow, all others exhaustive. If the mark has values=True, cases with a new value are slow.
-    If it has pairs=False, or the test is slow itself, all cases outside of the sample are exhaustive. Tests that find a fault of
-    faults.json must not be exhaustive.
-
-    Two parameters were enough to see 70 to 97 % of the faults in each of four systems (Kuhn, Wallace and Gallo, "Software Fault
-    Interactions and Implications for Software Testing", IEEE Transactions on Software Engineering 30(6), 2004).
+    Cases with a new value of any parameter are slow, all others exhaustive. If the mark has values=False, or the test is slow
+    itself, all cases outside of the sample are exhaustive. Tests that find a fault of faults.json must not be exhaustive.
     """
-    # Pairs take a second to count, and by default both slow and exhaustive cases are left out.
+    # By default both slow and exhaustive cases are left out.
     is_default = config.option.markexpr in config.getini("addopts")
     tests: dict[str, list[Any]] = {}
     for item in items:
@@ -159,10 +152,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         values = [frozenset((name, repr(case.callspec.params[name])) for name in mark.args) for case in cases]
         chosen = sampled(values, (i for i, case in enumerate(cases) if case.nodeid in FIND_FAULTS))
         others: set[int] = set()
-        if mark.kwargs.get("pairs", True) and not (is_default or cases[0].get_closest_marker("slow")):
+        if mark.kwargs.get("values", True) and not (is_default or cases[0].get_closest_marker("slow")):
             every = [frozenset((name, repr(value)) for name, value in case.callspec.params.items()) for case in cases]
-            together = 1 if mark.kwargs.get("values") else 2
-            others = sampled([frozenset(combinations(sorted(case), together)) or case for case in every], chosen)
+            others = sampled(every, chosen)
         for i, case in enumerate(cases):
             if i not in chosen:
                 case.add_marker(pytest.mark.slow if i in others else pytest.mark.exhaustive)

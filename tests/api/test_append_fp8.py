@@ -202,7 +202,7 @@ def test_what_attention_reads(kind: str, fp8: torch.dtype) -> None:
         check_close("out", attention(q, *caches, page_table=table, backend=backend, **call, **names), exact, eager)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "dense", "one head"])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 def test_what_attention_reads_with_descales_of_tokens(layout: str, fp8: torch.dtype) -> None:

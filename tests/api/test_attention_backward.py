@@ -175,7 +175,7 @@ def check_case(case: str, count: int, backend: str, dtype: torch.dtype, has_dlse
                 check_close(name, got.to(same_dtype.dtype), want, same_dtype, factor=GRADIENT_FACTOR)
 
 
-@pytest.mark.sample("case", values=True)
+@pytest.mark.sample("case")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_add_up(case: str, backend: str) -> None:
@@ -233,7 +233,7 @@ def errors_of_sums(backend: str, dtype: torch.dtype) -> Errors:
     return Errors(errors(COUNT, "none"), errors(COUNT, "dqkv"), errors(1, "none"))
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_of_gradients_in_float32_are_as_exact_as_the_whole(backend: str, dtype: torch.dtype) -> None:
@@ -244,7 +244,7 @@ def test_sums_of_gradients_in_float32_are_as_exact_as_the_whole(backend: str, dt
         assert rounded[name] >= 1.1 * whole[name], (name, rounded, whole)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("fp32", FP32_GRADIENTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_that_are_named_are_in_float32_and_round_to_the_same_bits(backend: str, fp32: str) -> None:

@@ -46,7 +46,7 @@ def test_block_masks_are_checked_on_request(
         flexattn.attention(**masked(device, **changes))
 
 
-@pytest.mark.sample("changes", values=True)
+@pytest.mark.sample("changes")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("changes", [changes for changes, _ in BAD_BLOCKS.values()], ids=BAD_BLOCKS.keys())
 def test_wrong_block_masks_are_clamped(changes: dict[str, Any], backend: str, device: str) -> None:

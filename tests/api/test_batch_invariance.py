@@ -78,7 +78,7 @@ def attend(rows: list[int], counts: list[int], capacity: int, page_size: int = 0
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("name", CALLS)
 def test_alone_in_batches_in_pages_and_in_chunks(name: str) -> None:
     call = CALLS[name]

@@ -96,7 +96,7 @@ def run(mask: BlockMask, device: str, score_mod: Any = None, call: dict[str, Any
     return check((score_mod, mask.mask_mod), device, {**(call or {}), "blocks": blocks}, **inputs)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize(("make_mask", "maker"), [*((make_mask, "ours") for make_mask in MASKS), (by_batch_and_head, "torch's")])
 def test_against_the_reference(make_mask: Any, maker: str, device: str) -> None:
     # partial last blocks, and a mask that is larger than the input

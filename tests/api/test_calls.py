@@ -252,7 +252,7 @@ def test_modes_transforms_subclasses_and_canaries_have_no_key(keys: list[Any], m
     assert keys[-1] is not None
 
 
-@pytest.mark.sample("name", pairs=False)
+@pytest.mark.sample("name", values=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout", "dlse"])
 def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any], device: str) -> None:
@@ -473,7 +473,7 @@ def test_what_is_captured_finds_its_place(make_mod: Callable[..., Any], more: di
         assert torch.equal(flexattn.attention(**call), out)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_another_scale_and_softcap_make_a_kept_call_of_one(

@@ -47,7 +47,7 @@ def dense(name: str, device: str, dtype: torch.dtype = torch.float32) -> list[Te
     return [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.sample("name", "option", "backend", values=True)
+@pytest.mark.sample("name", "option", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", DENSE)
@@ -62,7 +62,7 @@ def test_dense(name: str, option: str, backend: str, device: str) -> None:
             assert max_logit[0].tolist() == [-torch.inf] * H
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_with_a_bias_a_sink_and_a_score_mod(name: str, backend: str, device: str) -> None:
@@ -108,7 +108,7 @@ def test_thd(
         check(out, inputs, lse)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_in_fp8(name: str, backend: str, device: str) -> None:

@@ -46,7 +46,7 @@ def exported(kind: str, strict: bool) -> tuple[Attention, Any]:
         return model, torch.export.export(model, qkv(2, 5), dynamic_shapes=[{0: batch, 1: length}] * 3, strict=strict)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "score_mod", "lengths"])
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")

@@ -61,7 +61,7 @@ def errors(call: dict[str, Any], got: Sequence[Tensor] | None = None, **argument
 USUAL, COARSE = 0.08, 0.14
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
     for fmt, recipe in (
@@ -128,7 +128,7 @@ def test_when_dout_is_quantised_before_the_backward(
     assert recipe.quantises_dout(torch.device("cpu"), backend) == is_before
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_dout_is_quantised_by_the_backward(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of 128 rows, large numbers in one block do not cost precision in another."""

@@ -44,7 +44,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.sample("own", "way", values=True)
+@pytest.mark.sample("own", "way")
 @pytest.mark.parametrize("own", RECIPES, ids=str)
 def test_one_key_shows_what_every_tensor_became(own: dict[str, Any], way: str, device: str) -> None:
     """With one key its weight is 1: out is v, dv is dout and lse the score, each of the numbers in FP8."""
@@ -189,7 +189,7 @@ def fp8_call(device: str, **changes: Any) -> dict[str, Any]:
     return {name: t.data for name, t in call.items()} | descales | changes
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("is_known", [False, True])
 def test_lse_alone_has_a_gradient(is_known: bool, way: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out has no gradient then: v gets zeros, and q and k get the gradients of lse, by the operators and in a cached call."""
@@ -207,7 +207,7 @@ def test_lse_alone_has_a_gradient(is_known: bool, way: str, device: str, monkeyp
         assert float((got - want).norm() / want.norm()) < 0.08
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_where_nan_and_infinity_may_be(which: str, backend: str, device: str) -> None:
@@ -242,7 +242,7 @@ def test_where_nan_and_infinity_may_be(which: str, backend: str, device: str) ->
         assert bool(finite[elsewhere].all())
 
 
-@pytest.mark.sample("name", values=True)
+@pytest.mark.sample("name")
 @pytest.mark.parametrize("value", [-0.5, 0.0, torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_values_of_descales_are_checked_where_asked_for(

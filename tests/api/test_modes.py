@@ -233,7 +233,7 @@ def fresh(name: str) -> list[Tensor]:
 CASES = [(name, mode) for name in CALLS for mode in MODES if not (name == "pages" and mode in ("fake", "functionalize"))]
 
 
-@pytest.mark.sample("mode", values=True)
+@pytest.mark.sample("mode")
 @pytest.mark.parametrize(("name", "mode"), CASES)  # a cache that is made of a mode's tensors stays of them
 @pytest.mark.filterwarnings("ignore")
 def test_a_first_call_under_a_mode_leaves_nothing_behind(name: str, mode: str) -> None:

@@ -30,7 +30,7 @@ def thd(device: str, **arguments: Any) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, **call, "max_seqlen_q": 9, "max_seqlen_kv": 9, **arguments}
 
 
-@pytest.mark.sample("window", values=True)
+@pytest.mark.sample("window")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("window", "same"),
@@ -66,7 +66,7 @@ def test_bands_and_problems_keep_windows_within_what_kernels_count_in(device: st
     assert problems.Problem(q, q, q, 1.0, window_left=2**40, window_right=2**31).window == (2**30, 2**30)
 
 
-@pytest.mark.sample("backend", values=True)
+@pytest.mark.sample("backend")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("longest", [18, 32, 2**30, 2**31 - 1, 2**31, 2**63, 2**80, np.int32(9), torch.tensor(9)], ids=str)
 def test_max_seqlen(longest: Any, backend: str, device: str) -> None:

@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample("name", "backend", values=True)
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "FP8" else ()) for name in CALLS])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_each_call_writes_into_the_memory_that_it_is_given(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def same(found: Any, wanted: Any) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.sample("name", "backend", pairs=False)
+@pytest.mark.sample("name", "backend", values=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_feature(name: str, backend: str) -> None:

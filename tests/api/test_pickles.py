@@ -243,7 +243,7 @@ def shared(x: Any) -> list[int]:
     return [storages.index(at) for at in storages]
 
 
-@pytest.mark.sample("name", "how", pairs=False)
+@pytest.mark.sample("name", "how", values=False)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_copy_works_as_the_original_does(name: str, how: str) -> None:

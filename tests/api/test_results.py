@@ -52,7 +52,7 @@ def packed_leaves(fmt: str, packing: str) -> tuple[list[Tensor], list[Tensor], i
     return [q, leaf], [q, *unpack(leaf, dim)], dim
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("packing", list(PACKINGS))
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])

@@ -46,7 +46,7 @@ def results(call: dict[str, Any], dout: Tensor, backend: str) -> list[Tensor]:
     return [out, lse, *torch.autograd.grad(out, list(leaves.values()), dout)]
 
 
-@pytest.mark.sample("fmt", "bias_type", "shape", "dtype", "backend", pairs=False)
+@pytest.mark.sample("fmt", "bias_type", "shape", "dtype", "backend", values=False)
 @pytest.mark.parametrize("fmt", ["bshd", "bhsd", "thd"])
 @pytest.mark.parametrize("bias_type", ["post_scale_bias", "pre_scale_bias"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=["ghss", "g1ss", "gh1s", "ghs1"])

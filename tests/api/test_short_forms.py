@@ -146,7 +146,7 @@ def leaves(q_shape: tuple[int, ...], k_shape: tuple[int, ...], needs_grad: bool 
     return [tokens(*shape, seed=i).requires_grad_(needs_grad) for i, shape in enumerate((q_shape, k_shape, k_shape))]
 
 
-@pytest.mark.sample("name", "backend", values=True)
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_short_form_gives_what_the_long_one_gives(name: str, backend: str) -> None:

@@ -88,7 +88,7 @@ def loss(out: Tensor, lse: Tensor) -> Tensor:
     return out.double().square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).double().sin().sum()
 
 
-@pytest.mark.sample("name", "mask_type", "backend", values=True)
+@pytest.mark.sample("name", "mask_type", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal"])
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -108,7 +108,7 @@ def test_each_sequence_and_zeros_elsewhere(name: str, mask_type: str, backend: s
             check_close(label, *(x.transpose(0, 1)[real] if label == "lse" else x[real] for x in (got, want, allowed)), factor=4)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("granularity", ["head", "block"])
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ WRONG = {
 }
 
 
-@pytest.mark.sample("name", "backend", values=True)
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fp8_too", [False, True], ids=["float", "fp8"])
 @pytest.mark.parametrize(

@@ -88,12 +88,12 @@ def _check() -> Check:
     return check
 
 
-test_formats_and_bands = formats_and_bands(pairs=False)
+test_formats_and_bands = formats_and_bands(values=False)
 test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = mods_and_biases([64, 128])
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -107,7 +107,7 @@ def test_dense(band: dict[str, Any], dim: int) -> None:
     check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 24)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:
@@ -205,7 +205,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 # round robin and random; eager, lazy and random

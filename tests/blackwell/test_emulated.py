@@ -78,12 +78,12 @@ def _check() -> Check:
     return check
 
 
-test_formats_and_bands = formats_and_bands(values=True)
+test_formats_and_bands = formats_and_bands()
 test_windows_beside_the_diagonal = windows_beside_the_diagonal("window", "bottom_right")
 test_mods_and_biases = mods_and_biases([128])
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -97,7 +97,7 @@ def test_dense(band: dict[str, Any], dim: int) -> None:
     check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (192, 128), (160, 64)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:
@@ -140,7 +140,7 @@ def test_few_queries(heads: int, dim: int, splits: int) -> None:
     check(heads + splits, call, splits, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", SPLIT_CALLS)
 def test_keys_split_by_lengths(name: str) -> None:
@@ -234,7 +234,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 # round robin and random; eager, lazy and random

@@ -77,7 +77,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=str)
 def test_portable(kind: str, how: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

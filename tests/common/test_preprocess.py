@@ -30,7 +30,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("head_dim", [40, 96, 128])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.sample("name", "head_dim", "size", "is_quantised", pairs=False)
+@pytest.mark.sample("name", "head_dim", "size", "is_quantised", values=False)
 def test_sums_of_dq_begin_at_zero(name: str, head_dim: int, size: int, is_quantised: bool, device: str) -> None:
     """Each tile with a query, and the counter in tile 0, are zeros; the kernel writes nothing else."""
     fmt = name.partition(",")[0]

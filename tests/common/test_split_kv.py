@@ -102,7 +102,7 @@ def on(device: str, call: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("hopper", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
 def test_features(name: str, hopper: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ EMULATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", EMULATED)
 def test_features_emulated(name: str) -> None:

@@ -133,7 +133,7 @@ def test_features(name: str) -> None:
     check(call, run(call, None))
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_features_emulated(name: str) -> None:
@@ -141,7 +141,7 @@ def test_features_emulated(name: str) -> None:
     check(call, run(call, 1 + list(CALLS).index(name)))
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("seed", [None, 4])
 @pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd", "thd_2bshd"])

@@ -70,7 +70,7 @@ def check(case: Case, spec: AttentionSpec, x: Operands, given: Inputs, plans: cu
     assert len(plans.asked) == 4
 
 
-@pytest.mark.sample("shape", values=True)
+@pytest.mark.sample("shape")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", CASES)
 def test_mods(name: str, shape: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
@@ -78,7 +78,7 @@ def test_mods(name: str, shape: str, emulated: cudnn_emulator.EmulatedPlans) -> 
     check(CASES[name], spec, x, given, emulated)
 
 
-@pytest.mark.sample("call", values=True)
+@pytest.mark.sample("call")
 @pytest.mark.parametrize("name", WITH)
 @pytest.mark.parametrize("call", CALLS)
 def test_mods_with_the_rest(call: str, name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:

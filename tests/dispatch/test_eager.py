@@ -161,7 +161,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample("feature", "dtype", values=True)
+@pytest.mark.sample("feature", "dtype")
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_features(feature: str, dtype: torch.dtype, blocks: None, device: str) -> None:

@@ -39,7 +39,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize(("recorded", "replayed"), WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_replay_reads_the_tensors_it_is_given(name: str, recorded: str, replayed: str) -> None:

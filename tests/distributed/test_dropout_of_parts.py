@@ -106,7 +106,7 @@ def in_parts(dtype: torch.dtype, backend: str, cut: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize(("backend", "dtype"), [("eager", torch.float64), ("triton", torch.float32), ("triton", torch.bfloat16)])
 @pytest.mark.parametrize("cut", [16, 13])
 def test_parts_drop_what_the_whole_drops(backend: str, dtype: torch.dtype, cut: int) -> None:

@@ -248,7 +248,7 @@ def check_found(found: list[emulator.Report], wanted: set[str]) -> None:
         assert wanted & set(report.kinds), f"wanted one of {sorted(wanted)}\n{report}"
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("fault", FORWARD_FAULTS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_fault_of_the_forward_is_found(fault: str, seeds: Any, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_fault_of_the_forward_is_found(fault: str, seeds: Any, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("fault", BACKWARD_FAULTS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_fault_of_the_backward_is_found(fault: str, seeds: Any, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ SUPERFLUOUS = {  # each is among the legal edits above, or only tidies up
 }
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.slow
 @pytest.mark.parametrize(("line", "statement"), STATEMENTS, ids=[f"line {line}" for line, _ in STATEMENTS])
 def test_every_synchronisation_is_missed(line: int, statement: str, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def check_persistent(seed: int, call: dict[str, Any], name: str = "persistent", 
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("dim", [64, 128, 40])
@@ -180,7 +180,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
     check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     "call",
@@ -233,7 +233,7 @@ def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
             check_persistent(seed, {"attn_mask_type": "causal"}, name, **inputs)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -279,7 +279,7 @@ def test_persistent_programs_with_gradients_in_float32(dim: int) -> None:
     assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -322,7 +322,7 @@ def test_slots_in_reverse(dim: int) -> None:
     check(5, call, qkv_format="thd", gap=3, in_reverse=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -338,7 +338,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     "tile",
@@ -446,7 +446,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 # round robin and random; eager and lazy; random

@@ -107,7 +107,7 @@ CALLS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(40, 40), (64, 64), (72, 80), (128, 96)], ids=str)
 @pytest.mark.parametrize("keys", [20, 50, 77, 128])
@@ -117,7 +117,7 @@ def test_emulated(keys: int, dims: tuple[int, int]) -> None:
     check(seed, {}, dims, fp32=keys == 20, **{**DENSE, "lengths_kv": [keys] * 2})
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.parametrize("fmt", ["thd", "sbhd", "bhsd"])
@@ -162,7 +162,7 @@ TILES = {(64, 77): (800, 12), (64, 50): (597, 8), (40, 77): (880, 19), (128, 128
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("case", TILES, ids=str)
 def test_compiled(case: tuple[int, int]) -> None:
     problem = problem_of(512, case[1], case[0], "cpu")

@@ -246,7 +246,7 @@ def check_forward(seed: int, *args: Any, **inputs: Any) -> None:
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 64), (96, 96), (136, 152), (160, 160), (168, 192)], ids=str)
 @pytest.mark.parametrize("fp32", [False, True])
@@ -302,7 +302,7 @@ def check_backward(seed: int, *args: Any, **inputs: Any) -> None:
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", HOPPER_FUSED_FITTED)
 @pytest.mark.parametrize("narrower", [0, 8])
@@ -395,7 +395,7 @@ def launch_of(direction: str, name: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_compiled(case: tuple[str, Any]) -> None:
     """No word is spilled in a loop, and no product waits for another one that it does not need."""

@@ -63,7 +63,7 @@ def check(splits: int | None = None, **given: Any) -> None:
 
 
 @without_gpu
-@pytest.mark.sample("scales", "page_size", "dtype", "fp8", values=True)
+@pytest.mark.sample("scales", "page_size", "dtype", "fp8")
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("page_size", [0, 1, 3, 16, 64])
@@ -73,7 +73,7 @@ def test_scales_pages_and_dtypes(scales: str, page_size: int, dtype: torch.dtype
 
 
 @without_gpu
-@pytest.mark.sample("dims", "queries", "splits", values=True)
+@pytest.mark.sample("dims", "queries", "splits")
 @pytest.mark.parametrize("splits", [None, 3, BY_LENGTHS])
 @pytest.mark.parametrize("queries", [2, (1, 3, 0, 2)], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (256, 256), (256, 64)], ids=str)
@@ -81,7 +81,7 @@ def test_queries_head_dims_and_splits(dims: tuple[int, int], queries: int | tupl
     check(splits, dims=dims, queries=queries, scales="token and head" if splits == 3 else "head")
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("heads", "queries"), [((12, 2), 1), ((4, 4), 3), ((32, 1), 1), ((12, 1), 2), ((6, 2), 20)], ids=str)
 def test_heads_that_share_a_tile(heads: tuple[int, int], queries: int) -> None:
@@ -103,7 +103,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @without_gpu
-@pytest.mark.sample("splits", values=True)
+@pytest.mark.sample("splits")
 @pytest.mark.parametrize("splits", [1, BY_LENGTHS])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name: str, splits: int) -> None:
@@ -198,7 +198,7 @@ FAULTY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:

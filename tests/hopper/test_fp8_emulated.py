@@ -101,7 +101,7 @@ def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head"
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -110,7 +110,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     check(call_of(call, "batch_head", qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), seed)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -121,7 +121,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
         check(call_of({"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, padding=True, gap=2, **inputs), seed)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -164,7 +164,7 @@ def test_nan_stays_in_its_row() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)], ids=str)
 def test_head_dims_backward(dims: tuple[int, int]) -> None:
@@ -209,7 +209,7 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
     check_backward_of(seed, call, "batch_head", is_persistent=True, **inputs)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("sq", [200, 64])
@@ -293,7 +293,7 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
             assert t.equal(expected * factor)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
@@ -382,7 +382,7 @@ _FP8_PAIR = {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel
 _HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     ("dim", "granularity", "more", "expected"),
@@ -445,7 +445,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
@@ -510,7 +510,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_OF_THE_BACKWARD)
 def test_injected_fault_of_the_backward_is_found(name: str, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ BANDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("call", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd", "bhsd"])

@@ -180,7 +180,7 @@ def test_emulated(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("dim", [64, 128])
@@ -241,7 +241,7 @@ def blocks_of(name: str, longest_q: int, longest_kv: int, batch: int, device: st
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", BLOCK_MASKS)
@@ -255,7 +255,7 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", BLOCK_MASKS)
 @pytest.mark.parametrize("dim", [64, 128])

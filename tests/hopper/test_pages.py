@@ -107,7 +107,7 @@ def check(seed: int, arguments: dict[str, Any], splits: int | None = None, tile:
     check_close("lse", lse, exact[1], budget[1])
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,7 +116,7 @@ def test_page_sizes_and_layouts(page_size: int, layout: str, dim: int) -> None:
     check(page_size + dim, make_arguments(page_size, layout, dim))
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ ROWS = {
 }
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", [{}, {"window_size": (90, 0)}, {"attn_mask_type": "padding"}], ids=str)
 @pytest.mark.parametrize("page_size", [16, 256])

@@ -174,7 +174,7 @@ def single_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("dim", [64, 128])

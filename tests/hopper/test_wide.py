@@ -80,7 +80,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     check(5, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(576, 512), (512, 512), (320, 256)], ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "thd", "sbhd", "bhsd"])
@@ -129,7 +129,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", FEATURES)
@@ -138,7 +138,7 @@ def test_features(name: str, splits: int) -> None:
     check(3, FEATURES[name], splits, latent=splits == 1, **{**MLA, **inputs, "num_heads_kv": 1})
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("splits", [2, 1])
@@ -177,7 +177,7 @@ def bound(arguments: dict[str, Any]) -> tuple[AttentionSpec, Operands]:
     return ops.spec_to_run(x, settings), x
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -230,7 +230,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("name", FAULTS)
 @without_gpu
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name: str) -> None:

@@ -277,13 +277,13 @@ GRID = [
 ]
 
 
-@pytest.mark.sample("layout", "mask", "bias", "softmax", values=True)
+@pytest.mark.sample("layout", "mask", "bias", "softmax")
 @pytest.mark.parametrize(("layout", "mask", "bias", "softmax"), GRID)
 def test_layouts_masks_biases_and_softmaxes(layout: str, mask: str, bias: str, softmax: str) -> None:
     run(Case(layout=layout, mask=mask, bias=bias, softmax=softmax))
 
 
-@pytest.mark.sample("mask", values=True)
+@pytest.mark.sample("mask")
 @pytest.mark.parametrize("mask", ["padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_in_tritons_interpreter(layout: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:

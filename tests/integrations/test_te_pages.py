@@ -81,7 +81,7 @@ def right(case: Case, mask: str) -> Tensor:
     return out
 
 
-@pytest.mark.sample("backend", "mask", "layout", values=True)
+@pytest.mark.sample("backend", "mask", "layout")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -93,7 +93,7 @@ FILLS = {
 }
 
 
-@pytest.mark.sample("band", "fill", "backend", values=True)
+@pytest.mark.sample("band", "fill", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("band", BANDS)
@@ -234,7 +234,7 @@ REST: dict[str, tuple[Callable[..., Tensor], bool]] = {
 }
 
 
-@pytest.mark.sample("name", "backend", values=True)
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", REST)
 def test_a_finite_number_hides_where_each_query_sees_its_own_position(name: str, backend: str, device: str) -> None:

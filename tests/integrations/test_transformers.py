@@ -362,7 +362,7 @@ def test_a_model_compiles_whole_and_packed_sequences_stay_apart() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_more_models_compile_whole_with_padding_and_gradients(name: str) -> None:
     model, reference = decoder(name, "flexattn"), decoder(name, REFERENCE)

@@ -58,7 +58,7 @@ def test_biases_and_masks_that_jax_takes(name: str) -> None:
     assert jnp.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_residual_is_that_of_jax(dtype: Any) -> None:
     """In the dtype of query, without a gradient, and with JAX's number if a query sees no key."""

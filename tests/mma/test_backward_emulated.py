@@ -109,12 +109,12 @@ def _check(request: pytest.FixtureRequest) -> Check:
     return partial(check_call, deterministic=request.param)
 
 
-test_formats_and_bands = formats_and_bands(pairs=False)
+test_formats_and_bands = formats_and_bands(values=False)
 test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = mods_and_biases([64, 128])
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -129,7 +129,7 @@ def test_dense(check: Check, band: dict[str, Any], dim: int, capability: int) ->
     check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 96), (96, 24), (8, 8), (192, 128), (256, 256)], ids=str)
@@ -199,7 +199,7 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])

@@ -80,12 +80,12 @@ def _check() -> Check:
     return check
 
 
-test_formats_and_bands = formats_and_bands(values=True)
+test_formats_and_bands = formats_and_bands()
 test_windows_beside_the_diagonal = windows_beside_the_diagonal("window", "bottom_right")
 test_mods_and_biases = mods_and_biases([128])
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -100,7 +100,7 @@ def test_dense(band: dict[str, Any], dim: int, capability: int) -> None:
     check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_pages(page_size: int, dim: int, splits: int) -> None:
     assert not report.findings, str(report)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "call",
@@ -220,7 +220,7 @@ FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
 }
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 # random; eager, lazy, round robin and random
@@ -240,7 +240,7 @@ PLAN_FAULTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", PLAN_FAULTS)
 def test_injected_fault_of_a_plan_is_found(name: str, tmp_path: Path) -> None:

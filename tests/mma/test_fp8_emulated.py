@@ -71,7 +71,7 @@ def check(call: Fp8Call, *seeds: int, **how: Any) -> None:
         assert not report.findings, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -82,7 +82,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
         check(call_of({"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, padding=True, gap=2, **inputs), seed)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -94,7 +94,7 @@ def test_bands(band: dict[str, Any], dim: int, capability: int) -> None:
     check(call, 7 if dim == 64 else 1, capability=capability)  # random, lazy
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80), (192, 128), (96, 96), (16, 16), (256, 256), (240, 144)], ids=str)
@@ -109,7 +109,7 @@ def test_rows_whose_maximum_rises_by_much() -> None:
     check(call_of({"attn_mask_type": "causal"}, "block", **inputs), 4)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_mods_and_biases(name: str) -> None:
@@ -216,7 +216,7 @@ FAULTS: dict[str, tuple[ModuleType, dict[str, Any], inject.Fault]] = {
 }
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("seeds", [(5,), pytest.param((0, 1, 2, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])

@@ -137,7 +137,7 @@ def results(name: str, backend: str, device: str, block_mask: bool = False) -> l
     return [out, *torch.autograd.grad(out, (q, k, v, *tensors), dout)]
 
 
-@pytest.mark.sample("name", values=True)
+@pytest.mark.sample("name")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_definition(name: str, backend: str, device: str) -> None:

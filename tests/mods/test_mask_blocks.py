@@ -135,7 +135,7 @@ def check_lists(problem: Problem, shown: Tensor, is_exact: bool) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("name", MASKS)
 def test_lists(name: str, device: str) -> None:
     make_mask, is_exact = MASKS[name]

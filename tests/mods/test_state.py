@@ -858,7 +858,7 @@ def test_a_changed_state_is_seen(kind: str) -> None:
             torch.testing.assert_close(attention(Q, Q, Q, mask_mod=mod), want)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("kind", CASES)
 def test_another_state_of_the_same_code_is_seen(kind: str) -> None:
     for window in (2, 5, 2):

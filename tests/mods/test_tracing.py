@@ -79,7 +79,7 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_cold_trace_keeps_nothing_of_what_is_around_it(name: str, backend: str) -> None:
@@ -292,7 +292,7 @@ def unkeyed(tensor: Tensor) -> Mod:
     return lambda s, b, h, i, j: s * tables[0][h]
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("make", [closure, nested, partial, method, unkeyed])
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")
 def test_a_captured_tensor_dies_with_its_closure(make: Callable[[Tensor], Mod]) -> None:

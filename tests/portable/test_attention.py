@@ -84,7 +84,7 @@ def test_format_mask_dtype(fmt: str, mask: str, dtype: torch.dtype, device: str)
     )
 
 
-@pytest.mark.sample("fmt", "mask", "sq", values=True)
+@pytest.mark.sample("fmt", "mask", "sq")
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize(("sq", "skv"), [(70, 33), (33, 70), (1, 70), (65, 1), (64, 64)])
@@ -92,7 +92,7 @@ def test_dense_without_lengths(fmt: str, mask: str, sq: int, skv: int, device: s
     check({"attn_mask_type": mask}, device, qkv_format=fmt, lengths_q=lengths(sq, sq), lengths_kv=lengths(skv, skv))
 
 
-@pytest.mark.sample("bottom_right", values=True)
+@pytest.mark.sample("bottom_right")
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("window", [(0, 0), (1, 1), (20, 7), (-1, 9), (40, -1), (10**9, 10**9), (0, -1)], ids=str)
 def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> None:
@@ -102,7 +102,7 @@ def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> Non
     check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41), **heads)
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("window", [(None, -20), (-11, None), (40, -11), (-30, 60), (None, -200), (5, -11), (None, -1)], ids=str)
 def test_window_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool, device: str) -> None:
@@ -135,7 +135,7 @@ def test_head_dims(dims: tuple[int, int], device: str) -> None:
         )
 
 
-@pytest.mark.sample("heads", "dtype", values=True)
+@pytest.mark.sample("heads", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 1), (22, 2)], ids=str)
 def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -155,7 +155,7 @@ def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) 
 BIAS_SHAPES = [(2, 4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1)]
 
 
-@pytest.mark.sample("spans", pairs=False)
+@pytest.mark.sample("spans", values=False)
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize(
     "spans",
@@ -259,7 +259,7 @@ def test_dropout(p: float, device: str) -> None:
     check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(20, 40), lengths_kv=lengths(25, 40))
 
 
-@pytest.mark.sample("dims", pairs=False)
+@pytest.mark.sample("dims", values=False)
 @pytest.mark.parametrize("dims", [(40, 24), (264, 512), (576, 512)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_together(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:
@@ -480,7 +480,7 @@ def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pyt
     assert all(t.isfinite().any() for t in alone[:2])
 
 
-@pytest.mark.sample(values=True)
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "inputs",
     [

@@ -51,32 +51,23 @@ def test_a_sample_has_each_value_of_each_parameter() -> None:
     assert sampled([frozenset()] * 4, {3}) == {3}
 
 
+SLOW, EXHAUSTIVE = {"slow"}, {"exhaustive"}
+CASES = {(1, 1): set(), (2, 1): set(), (1, 2): SLOW, (1, 3): SLOW}
+
+
 @pytest.mark.sample("x")
-@pytest.mark.parametrize("x", [1, 2])
 @pytest.mark.parametrize("y", [1, 2, 3])
-def test_the_rest_of_a_sample_is_slow(x: int, y: int, request: pytest.FixtureRequest) -> None:
-    assert marks_of(request) == (set() if (x, y) in ((1, 1), (2, 1)) else {"slow"})
-
-
-PAIRS = {(1, 1, 1): set(), (1, 2, 2): {"slow"}, (2, 1, 2): {"slow"}, (2, 2, 1): {"slow"}}
-
-
-@pytest.mark.sample
 @pytest.mark.parametrize("x", [1, 2])
-@pytest.mark.parametrize("y", [1, 2])
-@pytest.mark.parametrize("z", [1, 2])
-def test_what_has_no_new_pair_is_exhaustive(x: int, y: int, z: int, request: pytest.FixtureRequest) -> None:
-    assert marks_of(request) == PAIRS.get((x, y, z), {"exhaustive"})
+def test_cases_of_a_sample_with_a_new_value_are_slow_and_the_others_exhaustive(
+    x: int, y: int, request: pytest.FixtureRequest
+) -> None:
+    assert marks_of(request) == CASES.get((x, y), EXHAUSTIVE)
 
 
-VALUES = {(1, 1): set(), (2, 2): {"slow"}, (1, 3): {"slow"}}
-
-
-@pytest.mark.sample(values=True)
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("x", [1, 2])
-@pytest.mark.parametrize("y", [1, 2, 3])
-def test_what_has_no_new_value_is_exhaustive_if_a_sample_asks_for_values(x: int, y: int, request: pytest.FixtureRequest) -> None:
-    assert marks_of(request) == VALUES.get((x, y), {"exhaustive"})
+def test_all_but_the_sample_is_exhaustive_if_the_mark_says_so(x: int, request: pytest.FixtureRequest) -> None:
+    assert marks_of(request) == (set() if x == 1 else EXHAUSTIVE)
 
 
 def test_what_finds_a_fault_is_not_exhaustive(request: pytest.FixtureRequest) -> None:

@@ -77,7 +77,7 @@ def windows_beside_the_diagonal(*sample: str) -> Callable[..., None]:
 
 
 def mods_and_biases(dims: Sequence[int]) -> Callable[..., None]:
-    @pytest.mark.sample(pairs=False)
+    @pytest.mark.sample(values=False)
     @without_gpu
     @pytest.mark.parametrize("name", FEATURES)
     def test(check: Check, name: str) -> None:
@@ -127,7 +127,7 @@ def test_post_scale_bias(check: Check, shape: tuple[int, int]) -> None:
     check(4, {"bias_type": "post_scale_bias", "bias": bias, "attn_mask_type": "causal"}, **inputs)
 
 
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("features", [{}, {"softcap": 2.0}, {"bias_type": "alibi"}], ids=str)
 def test_max_logit_beside_sinks(check: Check, features: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def test_biases(check: Check, shape: tuple[int, ...], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(pairs=False)
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", BLOCK_MASKS)
 def test_block_masks(check: Check, name: str) -> None:
