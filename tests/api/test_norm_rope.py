@@ -178,6 +178,7 @@ def test_no_tokens(device: str) -> None:
     assert not any(t.any() for t in results[4:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["partly", *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "no norm"))])
 def test_compile_in_one_graph(name: str, device: str) -> None:
     case = CASES[name]

@@ -146,6 +146,7 @@ def results(function: Any, call: dict[str, Any]) -> list[Tensor]:
     return [*outputs, *(t.grad for t in leaves.values() if isinstance(t, Tensor) and t.requires_grad)]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in ("bshd", "thd everything") else pytest.mark.exhaustive) for n in CALLS]

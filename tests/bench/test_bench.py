@@ -332,6 +332,7 @@ def test_flex_attention_gets_the_same_masks_and_scores(name: str, monkeypatch: p
     assert row.status == "checked", row
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 @pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if workload.group == MODS])
@@ -343,6 +344,7 @@ def test_scores_and_masks_as_functions(name: str) -> None:
         Checker(shape, tensors).check(direction, prepare(shape, tensors, direction).results())
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 @pytest.mark.parametrize("name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-documents"])
@@ -687,6 +689,7 @@ def test_only_the_same_workload_is_compared() -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_checks_measures_and_says_what_a_cpu_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_replay_that_goes_wrong_while_it_is_timed_has_no_time(monkeypatch: pyt
     assert "us" not in row
 
 
+@pytest.mark.slow
 def test_what_fails_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(error: Exception) -> Callable[[], Any]:
         def prepare() -> Any:

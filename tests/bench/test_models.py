@@ -239,6 +239,7 @@ def test_the_page_has_the_run_if_there_is_one(found: record.Record) -> None:
     assert "| swin-t-stage1 | 1.500 | 0.800 |" in made
 
 
+@pytest.mark.slow
 def test_a_run_is_written_cell_by_cell_and_ends_in_time(tmp_path: Path) -> None:
     """The preset's shapes, shortened, through `run` with a CPU's timer; the last shapes do not fit."""
     everyone = {i.name: i for i in (*ours("cpu"), *peers.peers())}

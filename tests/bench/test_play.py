@@ -79,6 +79,7 @@ def test_a_wrong_kernel_is_never_timed(
     assert re.search(r"^this +\d+ ", said, re.MULTILINE)  # the compiler's results are still shown
 
 
+@pytest.mark.slow
 def test_a_wrong_tile_in_a_sweep_is_never_timed(
     own_file: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

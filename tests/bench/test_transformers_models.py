@@ -26,6 +26,7 @@ def test_flexattn_passes_the_check_before_it_is_timed() -> None:
         assert max(found.values()) < transformers_models.WORST
 
 
+@pytest.mark.slow
 def test_an_implementation_that_drops_the_softcap_fails_the_check() -> None:
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     AttentionInterface.register("no_softcap", lambda *args, softcap=None, **keywords: sdpa(*args, **keywords))

@@ -164,6 +164,7 @@ def test_hopper(kind: str, how: str, dtype: torch.dtype, dim: int) -> None:
         check(got, case, Rounding(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("kind", "how", "dtype", "dim"), EMULATED, ids=str)
@@ -177,6 +178,7 @@ def test_blackwell(kind: str, how: str, dtype: torch.dtype, dim: int) -> None:
     check(got, case, Rounding(dtype))
 
 
+@pytest.mark.slow
 @without_gpu
 def test_hopper_columns() -> None:
     """The kernel of dk and dv whose warpgroups divide the columns, at head dim 256."""
@@ -187,6 +189,7 @@ def test_hopper_columns() -> None:
     check(got, case, Rounding(torch.bfloat16))
 
 
+@pytest.mark.slow
 @without_gpu
 def test_hopper_keys_split() -> None:
     case = make_case("hidden", torch.bfloat16, 3, 300)
@@ -339,6 +342,7 @@ def test_what_a_check_of_logits_accepts(value: float, is_fp8: bool, direction: D
 E4M3 = torch.float8_e4m3fn
 
 
+@pytest.mark.slow
 @pytest.mark.sample("kind", "granularity")
 @pytest.mark.parametrize("granularity", ["head", "block"])
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[1], CASES[4]], ids=str)

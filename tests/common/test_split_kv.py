@@ -117,6 +117,7 @@ def test_features(name: str, hopper: str, device: str, monkeypatch: pytest.Monke
     assert combined == [5, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("hopper", FAMILIES)
 @pytest.mark.parametrize("has_blocks", [False, True])
@@ -144,6 +145,7 @@ def test_mods(has_blocks: bool, hopper: str, device: str, monkeypatch: pytest.Mo
     assert combined == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("granularity", ["head", "block"])
 def test_fp8(granularity: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +164,7 @@ def test_fp8(granularity: str, device: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert errors[0] <= 1.5 * errors[1] + 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_of_a_split_forward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(3, monkeypatch)
     inputs = make_inputs(lengths_q=[20], lengths_kv=[300], device=device)
@@ -239,6 +242,7 @@ def test_rows_emulated(tile: HopperTile) -> None:
     forward_emulated(7, hopper_forward, call, tile, padding=True, **inputs)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_block_mask_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_blocks, "BLOCK", 128)

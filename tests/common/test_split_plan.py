@@ -141,6 +141,7 @@ def test_features_emulated(name: str) -> None:
     check(call, run(call, 1 + list(CALLS).index(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("seed", [None, 4])
@@ -149,6 +150,7 @@ def test_formats(fmt: str, seed: int | None) -> None:
     check_twice(packed(fmt), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("seed", [None, 5])
@@ -194,6 +196,7 @@ def replayed(launches: list[Launch], seed: int | None) -> None:
             make(launch, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @without_gpu
 @pytest.mark.parametrize(("seed", "replays"), [pytest.param(None, 20, marks=pytest.mark.slow), (3, 4)])
 def test_the_same_launches_for_other_lengths(seed: int | None, replays: int) -> None:

@@ -78,7 +78,7 @@ def test_mods(name: str, shape: str, emulated: cudnn_emulator.EmulatedPlans) -> 
     check(CASES[name], spec, x, given, emulated)
 
 
-@pytest.mark.sample("call")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", WITH)
 @pytest.mark.parametrize("call", CALLS)
 def test_mods_with_the_rest(call: str, name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:

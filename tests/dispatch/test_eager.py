@@ -81,6 +81,7 @@ def ragged(qkv_format: str = "thd", **options: Any) -> Inputs:
     return make_inputs(qkv_format, lengths_q=LENGTHS_Q, lengths_kv=LENGTHS_KV, padding=True, **options)
 
 
+@pytest.mark.sample("qkv_format")
 @pytest.mark.parametrize("qkv_format", ALL_FORMATS)
 @pytest.mark.parametrize("attn_mask_type", ["padding", "padding_causal", "padding_causal_bottom_right"])
 def test_padded_formats(qkv_format: str, attn_mask_type: str, blocks: None, device: str) -> None:
@@ -88,6 +89,7 @@ def test_padded_formats(qkv_format: str, attn_mask_type: str, blocks: None, devi
     check(inputs, attn_mask_type=attn_mask_type)
 
 
+@pytest.mark.sample("qkv_format", "attn_mask_type")
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd", "sbhd_2bhsd"])
 @pytest.mark.parametrize("attn_mask_type", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize("lengths", [(EVEN_Q, EVEN_KV), (EVEN_KV, EVEN_Q)])
@@ -313,6 +315,7 @@ def long_calls() -> Iterator[tuple[str, Inputs, dict[str, Any]]]:
     yield "thd", packed, {"attn_mask_type": "padding_causal_bottom_right"}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("inputs", "arguments"), [pytest.param(*case[1:], id=case[0]) for case in long_calls()])
 def test_no_tensor_grows_with_sq_times_skv(inputs: Inputs, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager_backend, "SCORE_BYTES", LONG_BUDGET)

@@ -285,6 +285,7 @@ GRADCHECK_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", GRADCHECK_CASES)
 def test_gradcheck(case: str) -> None:
     arguments = GRADCHECK_CASES[case]

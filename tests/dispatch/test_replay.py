@@ -46,6 +46,7 @@ def test_a_replay_reads_the_tensors_it_is_given(name: str, recorded: str, replay
     check_replay((CASES[name](SIZES), CASES[name](SIZES)), PLACES[recorded], PLACES[replayed])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_one", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fmt", ["sbhd", "bhsd"])
 def test_slices_of_a_packed_tensor(fmt: str, from_one: bool) -> None:
@@ -112,6 +113,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", [*NUMBERS, *APART])
 def test_a_call_with_other_numbers_replays_recordings_with_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both directions are replayed in its first call, unless launchers choose otherwise for its numbers."""

@@ -698,7 +698,7 @@ some_failures = st.dictionaries(
 )
 
 
-@settings(deadline=None)  # the first choice imports the backends
+@settings(deadline=None, max_examples=50)  # the first choice imports the backends
 @given(specs, st.sampled_from(DIRECTIONS), st.sampled_from(options.REQUESTS), some_failures)
 def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direction, request, failures):
     forget_rejections()
@@ -728,7 +728,7 @@ def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direc
         assert all(f"\n  {name}: " in choice for name in BACKENDS)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(specs, st.sampled_from(options.REQUESTS))
 def test_any_spec_is_explained(spec, request):
     forget_rejections()

@@ -122,6 +122,7 @@ def far(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (j < 7) | (j > i + 9)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("first_key", [16, 21])
 def test_a_part_under_a_block_mask(first_key: int) -> None:
@@ -149,6 +150,7 @@ def test_heads_of_the_whole() -> None:
         torch.testing.assert_close(out, whole[:, :, 2:])
 
 
+@pytest.mark.slow
 def test_packed_sequences_each_have_their_own_place() -> None:
     """The parts are the last queries of the second document, and the last keys of the first one."""
     q, k, v = (t.float() for t in list(tensors_of(torch.float64).values())[:3])

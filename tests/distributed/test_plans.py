@@ -271,6 +271,7 @@ def steps(make: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_planning_takes_few_steps() -> None:
     assert steps(lambda: distributed.plan(4, documents=FEW)) < 90_000
     assert steps(lambda: distributed.plan(64, documents=MANY)) < 550_000
@@ -408,6 +409,7 @@ def sparse(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (j < 100) | ((i - j).abs() < 200) | ((j > 1500) & (j < 1500 + i // 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mod", [sparse, *(pytest.param(mod, marks=pytest.mark.slow) for mod in (causal(), packed_tree(4096)))])
 def test_block_masks_are_balanced_in_chunks_of_whole_blocks(mod: Any) -> None:
     mask = flexattn.create_block_mask(mod, None, None, 4096, 4096, "cpu")

@@ -66,6 +66,7 @@ def test_twenty_schedules(run: Any) -> None:
         run(emulated.problem(**EVERYTHING), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize(("fmt", "mask", "window"), GRID)
 def test_formats_and_masks(fmt: str, mask: str, window: tuple[int, int]) -> None:
@@ -248,6 +249,7 @@ def check_found(found: list[emulator.Report], wanted: set[str]) -> None:
         assert wanted & set(report.kinds), f"wanted one of {sorted(wanted)}\n{report}"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(values=False)
 @pytest.mark.parametrize("fault", FORWARD_FAULTS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])

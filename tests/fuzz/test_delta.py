@@ -149,6 +149,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * scale).float().to(dtype).double() / scale
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("factor", [1.0, 3.0, -1.0])
 def test_what_a_recipe_rounds_is_granted_in_calls_of_one_query(factor: float) -> None:
     """Exact gradients of rounded operands always are, also of the call with seed 67, whose dp nearly cancels; wrong ones rarely."""

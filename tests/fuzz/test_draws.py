@@ -77,6 +77,7 @@ def drawn_configs() -> list[Config]:
     return [draw_config(seed, ON_GPU) for seed in range(4000)]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", RARE_BACKWARDS)
@@ -166,6 +167,7 @@ def test_a_value_that_is_kept_from_inference_mode_is_found(monkeypatch: pytest.M
     assert is_found(allocations, lambda c: plain(c) and c.modes[0] == "inference" != c.modes[2] and "q" in c.wants and not c.fp8)
 
 
+@pytest.mark.slow
 def test_a_descale_that_is_not_read_is_found(monkeypatch: pytest.MonkeyPatch, allocations: Allocations) -> None:
     right = quantization.dequantize_one
     monkeypatch.setattr(

@@ -246,6 +246,7 @@ def check_forward(seed: int, *args: Any, **inputs: Any) -> None:
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 64), (96, 96), (136, 152), (160, 160), (168, 192)], ids=str)

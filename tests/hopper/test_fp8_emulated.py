@@ -134,6 +134,7 @@ def test_dense(band: dict[str, Any]) -> None:
     check(call_of(band, "block", **inputs), 1 if "window_size" in band else 7)  # lazy, random
 
 
+@pytest.mark.slow
 @without_gpu
 def test_softcap_and_bias() -> None:
     inputs = {"lengths_q": [150], "lengths_kv": [300], "num_heads": 2, "num_heads_kv": 1}
@@ -173,6 +174,7 @@ def test_head_dims_backward(dims: tuple[int, int]) -> None:
     check_backward_of(dims[0] // 16, call, "batch_head", **inputs)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_gradients_in_float32() -> None:
     inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": 48, "head_dim_v": 80, **UNEVEN}
@@ -223,6 +225,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
     check_backward_of(seed, call, "batch_head", is_persistent=True, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
@@ -293,6 +296,7 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
             assert t.equal(expected * factor)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)

@@ -143,6 +143,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", [{}, {"window_size": (90, 0)}, {"attn_mask_type": "padding"}], ids=str)

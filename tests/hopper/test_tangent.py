@@ -86,6 +86,7 @@ def test_long_sequences_on_a_gpu(dim: int, pingpong: bool) -> None:
     run(dim + 2, {"window_size": (200, 100)}, (dim, dim), tile, **shape, qkv_format="sbhd")
 
 
+@pytest.mark.slow
 @here
 def test_attention_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.func.jvp of attention() launches one kernel, whose results have first derivatives."""

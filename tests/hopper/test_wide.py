@@ -138,6 +138,7 @@ def test_features(name: str, splits: int) -> None:
     check(3, FEATURES[name], splits, latent=splits == 1, **{**MLA, **inputs, "num_heads_kv": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("latent", [False, True])
@@ -177,6 +178,7 @@ def bound(arguments: dict[str, Any]) -> tuple[AttentionSpec, Operands]:
     return ops.spec_to_run(x, settings), x
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("latent", [False, True])
@@ -230,6 +232,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(values=False)
 @pytest.mark.parametrize("name", FAULTS)
 @without_gpu

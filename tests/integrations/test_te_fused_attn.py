@@ -503,6 +503,7 @@ def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
         assert float((a - b).norm() / a.norm()) < 2.0**-4
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("d_o_in_fp8", [True, False])
 @pytest.mark.parametrize("bias", ["no_bias", "post_scale_bias", "alibi"])

@@ -345,6 +345,7 @@ def test_the_seed_of_dropout_comes_from_the_tracker_of_tensor_parallelism() -> N
     assert entered == [True]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_fp8_follows_the_autocast(recipe: str) -> None:
     kinds = {"delayed": DelayedScaling(fp8_dpa=True, amax_history_len=4), "current": Float8CurrentScaling(fp8_dpa=True)}
@@ -389,6 +390,7 @@ def test_delayed_scales_are_those_of_the_step_before_and_survive_a_checkpoint() 
     assert other.get_extra_state().numel() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "te"])

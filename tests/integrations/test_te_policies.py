@@ -95,6 +95,7 @@ def test_policies_with_other_arguments(options: dict[str, Any]) -> None:
     _compare(module, POLICIES, 0, 1e-5, **options)
 
 
+@pytest.mark.slow
 def test_policies_on_triton() -> None:
     with attention_backend("triton"):
         _compare(_module(), BOTTOM_RIGHT, 2, 1e-4)

@@ -74,6 +74,7 @@ def close(got: list[Tensor], want: list[Tensor]) -> None:
         assert (a - b).abs().max() <= LIMIT * max(1.0, float(b.abs().max()))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_causal(backend: str, device: str) -> None:
     want = run(None, device, backend, attn_mask_type="causal")
@@ -98,6 +99,7 @@ def test_softcap_with_state_and_every_other_feature(backend: str, device: str) -
     assert not hasattr(softcap, "tanh"), "a trace leaves nothing on the user's object"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_tensors_get_gradients(backend: str, device: str) -> None:
     bias = torch.randn(1, HEADS, 20, 45, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
@@ -107,6 +109,7 @@ def test_tensors_get_gradients(backend: str, device: str) -> None:
         TEScoreMod(post_scale_bias, lambda graph, gradient, tensors: gradient, {"bias": bias})
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_bprop_is_used_as_it_is_given(backend: str, device: str) -> None:
     right, wrong = Softcap(), Softcap(wrong=True)
@@ -129,7 +132,7 @@ def test_new_values_are_no_new_trace(device: str) -> None:
 RANKS: dict[int, tuple[int, ...]] = {1: (45,), 2: (20, 1), 3: (HEADS, 1, 45), 4: (2, 1, 20, 45)}
 
 
-@pytest.mark.sample("backend")
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("rank", RANKS)
 def test_tensors_are_broadcast_from_the_right(rank: int, backend: str, device: str) -> None:

@@ -165,6 +165,7 @@ def test_a_softcap_callback_is_the_program_of_mods_softcap(with_bprop: bool, num
     assert callback.mods == settings_of(mods.softcap(te_callbacks.SOFTCAP), *qkv).mods != ""
 
 
+@pytest.mark.slow
 def test_a_bprop_that_is_not_the_derivative_stays(device: str) -> None:
     class Half(te_callbacks.Softcap):
         def backward(self, graph: Any, gradient: Any, tensors: Any) -> Any:
@@ -199,6 +200,7 @@ def documents(graph: Any, score: Any, tensors: Any) -> Any:
     return graph.binary_select(score, tensors["fill"], graph.logical_and(same, causal))
 
 
+@pytest.mark.slow
 def test_what_is_no_band_of_a_mask_stays_a_mask(device: str) -> None:
     """If the mask fills with -inf it is a mask_mod, tested for whole blocks; if with a finite number, it is computed as written."""
     qkv, ids = inputs(device, 45, 45), (torch.arange(45, device=device) // 13)
@@ -297,6 +299,7 @@ def test_a_finite_number_is_a_band_only_where_no_query_sees_it_alone(what: str, 
         assert exact.mods == ""
 
 
+@pytest.mark.slow
 def test_queries_that_see_no_key(device: str) -> None:
     """With -inf the result is 0; with a finite number all keys count alike, as in softmax."""
     qkv, visible = inputs(device, 60, 20), BANDS["a window"][0]

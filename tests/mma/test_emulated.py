@@ -154,6 +154,7 @@ def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx // 75 == kv_idx // 75) | (kv_idx < 20)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_block_masks() -> None:
     """A tile has 64 queries, so blocks of 128 are two tiles."""
