@@ -68,11 +68,11 @@ def cudnns_answer(spec: AttentionSpec, x: Operands, direction: Direction) -> str
     return None
 
 
+# The first direction of a row runs by default: backward for every other row.
 SUPPORTED = [
     pytest.param(row, direction, id=f"{name}-{direction}")
-    for section in ROWS.values()
-    for name, row in section.items()
-    for direction in DIRECTIONS
+    for n, (name, row) in enumerate((name, row) for section in ROWS.values() for name, row in section.items())
+    for direction in DIRECTIONS[:: -1 if n % 2 else 1]
     if refusal("cudnn", row, direction, cudnn.backend_version()) is None
 ]
 
@@ -224,6 +224,7 @@ def test_packed_lengths_within_a_bucket_build_nothing(direction: Direction) -> N
     assert prepared(direction=direction, inputs={"lengths_q": [130] * 5}).builds == 3, "a larger batch"
 
 
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 def test_a_stream_of_dense_shapes_stops_building(fmt: str) -> None:
     exact = cudnn_backend.EXACT_SHAPES
