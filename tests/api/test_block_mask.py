@@ -282,7 +282,9 @@ def test_dropout_in_small_blocks_of_a_mask_that_reads_bytes(dtype: torch.dtype, 
     run(mask, device, call=call, lengths_q=[40], lengths_kv=[60], dtype=dtype)
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.exhaustive)]
+)
 def test_dropout_in_small_blocks_compiled(capability: int) -> None:
     mask = flexattn.create_block_mask(table_mask("cpu"), None, None, 256, 256, "cpu", 16)
     given = make_inputs(lengths_q=[256, 256], head_dim_qk=64, head_dim_v=64, dtype=torch.bfloat16)

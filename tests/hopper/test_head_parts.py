@@ -264,6 +264,7 @@ def launches_in_parts(dim: int, features: str, monkeypatch: pytest.MonkeyPatch) 
 SPILLS = {(name, 64, features): 5 for name in ("fused", "persistent") for features in ("causal", "everything")}
 
 
+@pytest.mark.sample("dim", "features")
 @pytest.mark.slow
 @pytest.mark.parametrize("features", ["causal", "everything"])
 @pytest.mark.parametrize("dim", [64, 128])

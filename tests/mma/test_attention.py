@@ -72,7 +72,7 @@ def check_compiled(cases: list[Case], dtype: torch.dtype = torch.bfloat16) -> No
     "cases",
     [
         pytest.param([(80, 128, 128, "causal")], marks=pytest.mark.slow),
-        pytest.param([(sm, *dims, "everything") for sm in (80, 89) for dims in DIMS], marks=pytest.mark.slow),
+        pytest.param([(sm, *dims, "everything") for sm in (80,) for dims in DIMS], marks=pytest.mark.slow),
         pytest.param([(sm, *dims, name) for sm in LIMITS for dims in DIMS for name in FEATURES], marks=pytest.mark.exhaustive),
     ],
     ids=["one", "more", "all"],
@@ -108,7 +108,7 @@ def test_compiled_in_fp16() -> None:
 
 
 @pytest.mark.parametrize("sm", [pytest.param(80, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [128, 64, 256])
 def test_mods_compiled(dim: int, sm: int) -> None:
     requests = []
     bias = {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 4, 512, 512, dtype=torch.bfloat16)}

@@ -267,7 +267,7 @@ def test_a_given_block_mask_stays(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample("name")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["causal document", "natten"])
 @pytest.mark.parametrize("sm", [90, 80, 100])
 def test_compiled_ahead_of_time(sm: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,8 +282,9 @@ def test_kernels_of_weights_alone_compile(sm: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", GATES, ids=lambda gate: f"sm_{gate[0]}, {gate[1]}")
-def test_kernels_compile_for_each_gpu(gate: tuple[int, tuple[int, int], str]) -> None:
+@pytest.mark.sample("sm")
+@pytest.mark.parametrize(("sm", "gate"), [(gate[0], gate) for gate in GATES], ids=str)
+def test_kernels_compile_for_each_gpu(sm: int, gate: tuple[int, tuple[int, int], str]) -> None:
     compile_gates([gate])
 
 

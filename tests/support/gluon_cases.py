@@ -106,7 +106,7 @@ def test_rows_whose_maximum_rises_by_much(check: Check) -> None:
     check(4, {"attn_mask_type": "causal"}, outliers=True, lengths_q=[500], lengths_kv=[500], num_heads=2, num_heads_kv=2)
 
 
-@pytest.mark.slow
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("hidden_by", ["window", "block mask"])
 def test_tiles_that_see_no_key(check: Check, hidden_by: str) -> None:
