@@ -61,6 +61,7 @@ def errors(call: dict[str, Any], got: Sequence[Tensor] | None = None, **argument
 USUAL, COARSE = 0.08, 0.14
 
 
+@pytest.mark.slow
 @pytest.mark.sample(values=False)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_recipes_on_normal_inputs(backend: str, device: str) -> None:

@@ -94,6 +94,7 @@ def check(layers: tuple[nn.MultiheadAttention, nn.MultiheadAttention], inputs: l
         torch.testing.assert_close(got, want, **SAME)
 
 
+@pytest.mark.sample("layer")
 @pytest.mark.filterwarnings("ignore:Support for mismatched")  # torch's, for a bool and a floating point mask together
 @pytest.mark.parametrize("padding", KEY_PADDING)
 @pytest.mark.parametrize("layer", LAYERS)

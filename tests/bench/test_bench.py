@@ -442,6 +442,7 @@ def plan(out: Path | None, **more: Any) -> run.Plan:
     return run.Plan("python -m flexattn bench", shapes, ("forward", "backward"), candidates, "cpu", **settings)
 
 
+@pytest.mark.slow
 def test_a_run_writes_every_cell_as_it_comes(tmp_path: Path) -> None:
     out, seen = tmp_path / "results" / "run.json", []
 

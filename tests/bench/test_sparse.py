@@ -11,6 +11,7 @@ from flexattn import attention
 from flexattn.bench import sparse
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cell", [cell for cell in sparse.CELLS if cell.listed and cell.rows == 1], ids=lambda cell: cell.name)
 def test_lists_name_keys_that_each_query_sees(cell: sparse.Cell) -> None:
     small = cell._replace(queries=-(-cell.queries // 64), keys=cell.keys // 64, heads=(cell.heads[0] // 8, cell.heads[1]), listed=4)

@@ -140,6 +140,7 @@ def test_few_queries(heads: int, dim: int, splits: int) -> None:
     check(heads + splits, call, splits, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", SPLIT_CALLS)

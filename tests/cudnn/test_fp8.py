@@ -236,6 +236,7 @@ def test_the_backend(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
     assert emulated.asked[::2] == emulated.asked[1::2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lengths, causal", "e4m3 gradients", "scales of 1"])
 def test_the_canary_finds_it_right(name: str) -> None:
     spec, _ = as_call(make_case(**CASES[name]))

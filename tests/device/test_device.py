@@ -95,6 +95,7 @@ def test_failed_calls_are_counted_by_their_error() -> None:
     assert "| MiscompiledError | 2 |\n| larger error than allowed | 1 |\n| TypeError | 1 |" in made
 
 
+@pytest.mark.slow
 def test_the_evidence_of_each_feature_is_there() -> None:
     known = status.known_features()
     for name, feature in status.FEATURES.items():

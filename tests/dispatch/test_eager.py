@@ -334,6 +334,7 @@ def score_flops(**arguments: Any) -> int:
     return int(counter.get_total_flops())
 
 
+@pytest.mark.slow
 def test_bands_cost_what_they_show() -> None:
     full = score_flops()
     block = eager_backend.BAND_ROWS / LONG  # the share of keys that a block's own rows span

@@ -26,6 +26,7 @@ def edited(text: str, diff: str) -> str:
     return text.replace(old, new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", ["", *SHOWN], ids=["as it is", *map(str, range(1, len(SHOWN) + 1))])
 def test_output_is_as_shown(edit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "double.py"

@@ -177,6 +177,7 @@ def test_a_descale_that_is_not_read_is_found(monkeypatch: pytest.MonkeyPatch, al
     assert is_found(allocations, lambda c: plain(c) and c.fp8_of == "all" and "heads" in c.descales and c.heads_kv > 1)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_recipe_with_a_wrong_sign_is_found(monkeypatch: pytest.MonkeyPatch, allocations: Allocations) -> None:
     right = flexattn.attention
     monkeypatch.setattr(flexattn, "attention", lambda **given: right(**given | {"k": 2.0 * given["k"].detach() - given["k"]}))

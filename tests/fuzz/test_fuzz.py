@@ -125,6 +125,7 @@ def test_a_write_beside_an_output_is_found(monkeypatch: pytest.MonkeyPatch, allo
     assert calls_until_found(allocations) == 3
 
 
+@pytest.mark.slow
 def test_what_is_right_passes(allocations: Allocations) -> None:
     """A draw contains combinations that no other test has."""
     drawn = [draw_config(seed, EAGER) for seed in range(ENOUGH)]

@@ -136,6 +136,7 @@ def test_a_program_for_each_tile(band: dict[str, Any], monkeypatch: pytest.Monke
         assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", BANDS[1:], ids=str)
@@ -180,6 +181,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
     check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
@@ -244,7 +246,9 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize("dims", [(128, 128), (256, 256), (192, 128), (40, 72)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(128, 128), *(pytest.param(dims, marks=pytest.mark.slow) for dims in ((256, 256), (192, 128), (40, 72)))], ids=str
+)
 def test_results_in_float32(dims: tuple[int, int]) -> None:
     """They go from registers to memory. Rows past a sequence's end, and columns past the head dim, must stay unwritten."""
     own = {"head_dim_qk": dims[0], "head_dim_v": dims[1]}

@@ -117,6 +117,7 @@ def test_emulated(keys: int, dims: tuple[int, int]) -> None:
     check(seed, {}, dims, fp32=keys == 20, **{**DENSE, "lengths_kv": [keys] * 2})
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("call", CALLS, ids=str)

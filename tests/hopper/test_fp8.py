@@ -47,6 +47,7 @@ from tests.support.hopper_fp8_calls import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head", "block"])
 @pytest.mark.parametrize(

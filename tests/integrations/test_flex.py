@@ -97,6 +97,7 @@ MASKS: dict[str, Mod | None] = {
 }
 
 
+@pytest.mark.sample("score", "mask_mod")
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES.keys())
 @pytest.mark.parametrize("mask_mod", MASKS.values(), ids=MASKS.keys())
 def test_mods(score: tuple[Mod | None, tuple[Tensor, ...]], mask_mod: Mod | None) -> None:

@@ -136,6 +136,7 @@ def test_few_queries(heads: int, dim: int, splits: int) -> None:
     check(call_of(call, "block", head_dim_qk=dim, head_dim_v=dim, **inputs), heads + splits, splits=splits)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_block_masks() -> None:
     mask = create_block_mask(lambda b, h, i, j: (i // 75 == j // 75) | (j < 20), None, None, 300, 330, "cpu", BLOCK_SIZE=128)
@@ -144,6 +145,7 @@ def test_block_masks() -> None:
     check(call_of(call, "block", **DENSE), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("granularity", ["head", "block"])
@@ -169,6 +171,7 @@ def test_pages(page_size: int, granularity: str) -> None:
     check(call._replace(problem=changed), 2, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("granularity", ["head", "block"])

@@ -67,6 +67,7 @@ def test_what_may_wrap_is_no_band() -> None:
         assert implied_band(mask)[:2] == (None, None)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     st.sampled_from(

@@ -351,6 +351,7 @@ assert after[0] - before[0] < 100 * 500, (before, after)  # a graph takes 8 KB
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_the_source_of_a_function_goes_with_it() -> None:
     pytest.importorskip("triton")
     from flexattn.kernels_triton.mods.lowering import compile_source

@@ -75,6 +75,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample("width")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU Triton does not interpret calls on a CPU")
 @pytest.mark.parametrize(("name", "width"), [*((name, 72) for name in CALLS), ("a window", 68), ("pieces", 70)])
 def test_a_load_of_a_bias_tells_the_compiler_the_truth(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 SHOWN = (("bshd", "head"), ("thd", "block"), ("thd", "batch_head"), ("bhsd", "tensor"))
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("fmt", "granularity"),
@@ -244,6 +245,7 @@ def test_head_dims(dims: tuple[int, int], device: str) -> None:
     check(given, "block", E5M2, attn_mask_type="causal")
 
 
+@pytest.mark.slow
 def test_gradients_in_float32_round_to_those_in_16_bits(device: str) -> None:
     given = make_inputs("thd", lengths_q=lengths(37, 5), lengths_kv=lengths(70, 9), padding=True, gap=3, dtype=BF16, device=device)
     spec, x = make_fp8_call(given, "block", attn_mask_type="padding_causal")
@@ -259,6 +261,7 @@ def test_gradients_in_float32_round_to_those_in_16_bits(device: str) -> None:
             assert (got != want).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(6, 2), pytest.param((33, 3), marks=wide)], ids=str)
 def test_grouped_heads(heads: tuple[int, int], device: str) -> None:
     given = make_inputs(
@@ -305,6 +308,7 @@ def test_features(feature: str, device: str) -> None:
     check(given, "block" if "bias" in feature else "head", **_features(device)[feature])
 
 
+@pytest.mark.slow
 def test_captures_get_gradients(device: str) -> None:
     table = torch.randn(4, device=device, requires_grad=True)
     mods = trace_mods(lambda s, b, h, i, j: s + table[h] * (i - j), None)
@@ -312,6 +316,7 @@ def test_captures_get_gradients(device: str) -> None:
     check(given, mods=mods)
 
 
+@pytest.mark.slow
 def test_block_mask(device: str) -> None:
     sq, skv = lengths(60, 70)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, sq, skv, device=device, BLOCK_SIZE=32)

@@ -86,7 +86,6 @@ BY_DEFAULT = {
     ("packed, causal, sink", "fp32"),
     ("window, softcap, bias", "fp32"),
     ("two parts, dropout, alibi", "fp32"),
-    ("captures, block mask", "fp32"),
 }
 
 

@@ -127,6 +127,7 @@ def test_chunks_of_queries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check(given, deterministic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     ["many heads, packed lengths, counts, softcap, sink", pytest.param("many heads, causal, latent", marks=pytest.mark.slow)],
@@ -139,6 +140,7 @@ def test_weights_may_have_a_kernel_of_their_own(case: str, monkeypatch: pytest.M
     clear_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_half_types_and_two_parts_of_a_head_dim(dtype: torch.dtype, deterministic: bool) -> None:

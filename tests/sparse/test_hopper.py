@@ -175,6 +175,7 @@ FAULTS: dict[str, Named] = {
 FAST = ("rows are announced without a fence",)
 
 
+@pytest.mark.slow
 @without_gpu
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS])
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
