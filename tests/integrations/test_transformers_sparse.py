@@ -120,14 +120,15 @@ def generated(name: str, implementation: str, **options: Any) -> tuple[Tensor, T
 
 
 CACHES: dict[str, dict[str, Any]] = {
+    "static": {"cache_implementation": "static"},  # the one that runs by default
     "none": {"use_cache": False},
     "dynamic": {},
-    "static": {"cache_implementation": "static"},
     "chunks": {"prefill_chunk_size": 4},
 }
 
 
-@pytest.mark.parametrize("cache", [pytest.param(cache, marks=pytest.mark.slow) if cache != "static" else cache for cache in CACHES])
+@pytest.mark.sample("name")
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_is_that_of_eager_with_each_cache(name: str, cache: str) -> None:
     try:

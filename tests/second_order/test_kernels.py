@@ -144,9 +144,9 @@ def named(out: Tensor, lse: Tensor, inputs: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        pytest.param(case, dtype, id=f"{case}-{name}", marks=[] if (case, name) in BY_DEFAULT else [pytest.mark.slow])
+        pytest.param(case, dtype, id=f"{case}-{name}", marks=[] if (case, name) in BY_DEFAULT else [mark])
         for case in CASES
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        for name, dtype, mark in (("fp32", torch.float32, pytest.mark.slow), ("bf16", torch.bfloat16, pytest.mark.exhaustive))
     ],
 )
 def test_kernels_equal_the_formulas_in_fp64(case: str, dtype: torch.dtype) -> None:

@@ -272,8 +272,9 @@ def test_kernels_compile_for_sm_90() -> None:
     compile_gates([(90, (64, 64), "causal, one list")], ways=(False,))
 
 
+@pytest.mark.sample
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [90, 80])
 def test_kernels_of_weights_alone_compile(sm: int) -> None:
     launches = launches_of(call("hundred heads, causal, counts, latent", torch.bfloat16, (576, 512)), sm, False)
     requests = [request_for(launch, sm) for launch in launches if launch.kernel.fn.__module__ == weights.__name__]

@@ -43,8 +43,11 @@ def test_results_and_gradients(
 SPILLS = 240  # bytes of a thread's registers, of 1020: the sums of 128 keys and values fill half of them
 
 
+@pytest.mark.sample
 @pytest.mark.slow
-@pytest.mark.parametrize(("sm", "block", "dim"), [(80, 64, 64), (90, 128, 128), (100, 64, 128)])
+@pytest.mark.parametrize(
+    ("sm", "block", "dim"), [(80, 64, 64), (90, 128, 128), pytest.param(100, 64, 128, marks=pytest.mark.exhaustive)]
+)
 def test_kernels_compile(sm: int, block: int, dim: int) -> None:
     q, k, v = (torch.randn(1, n, h, dim, dtype=torch.bfloat16, requires_grad=True) for n, h in ((8, 64), (512, 4), (512, 4)))
     lists = torch.zeros(1, 8, 4, 3, dtype=torch.int32)

@@ -110,7 +110,9 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("kernels", "dims"), [(LATENT, (320, 256)), (LATENT, (512, 512)), (NARROW, (64, 64))], ids=["latent", "one part", "narrow"]
 )
-@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, *range(3, 20)))])
+@pytest.mark.parametrize(
+    "seed", [2, *(pytest.param(n, marks=pytest.mark.slow if n < 6 else pytest.mark.exhaustive) for n in (0, 1, *range(3, 20)))]
+)
 def test_schedules(seed: int, kernels: ModuleType, dims: tuple[int, int]) -> None:
     check(seed, long_lists(kernels, 330, dims=dims), kernels)
 
@@ -244,13 +246,14 @@ def test_on_a_gpu(
 
 
 @pytest.mark.slow
+@pytest.mark.sample("name")
 @pytest.mark.parametrize(
     ("case", "dims", "name"),
     [
         ("many heads, causal, counts, sink, latent", (576, 512), "_sparse_fwd_wide_hopper_kernel"),
-        ("many heads, packed lengths, counts, softcap, sink, latent", (512, 512), "_sparse_fwd_wide_hopper_kernel"),
         ("packed lengths, counts, softcap, sink, blocks", (128, 128), "_sparse_fwd_hopper_kernel"),
         ("many heads, counts", (256, 256), "_sparse_fwd_hopper_kernel"),
+        ("many heads, packed lengths, counts, softcap, sink, latent", (512, 512), "_sparse_fwd_wide_hopper_kernel"),
         ("many heads, counts", (64, 64), "_sparse_fwd_hopper_kernel"),
     ],
 )
