@@ -43,7 +43,6 @@ def test_results_and_gradients(
 SPILLS = 240  # bytes of a thread's registers, of 1020: the sums of 128 keys and values fill half of them
 
 
-@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sm", "block", "dim"), [(80, 64, 64), (90, 128, 128), pytest.param(100, 64, 128, marks=pytest.mark.exhaustive)]
