@@ -283,7 +283,7 @@ def test_dropout_in_small_blocks_of_a_mask_that_reads_bytes(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.exhaustive)]
+    "capability", [pytest.param(80, marks=pytest.mark.slow), *(pytest.param(sm, marks=pytest.mark.exhaustive) for sm in (90, 100))]
 )
 def test_dropout_in_small_blocks_compiled(capability: int) -> None:
     mask = flexattn.create_block_mask(table_mask("cpu"), None, None, 256, 256, "cpu", 16)

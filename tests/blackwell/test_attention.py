@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -85,12 +86,17 @@ def test_compiled_in_fp16() -> None:
 
 
 @pytest.mark.parametrize(
-    "dim", [pytest.param(dim, marks=pytest.mark.slow if dim == 128 else pytest.mark.exhaustive) for dim in DIMS]
+    ("dim", "some"),
+    [
+        pytest.param(128, ("mod: softcap, documents", "bias", "dropout"), marks=pytest.mark.slow),
+        *(pytest.param(dim, (), marks=pytest.mark.exhaustive, id=f"{dim}") for dim in DIMS),
+    ],
 )
-def test_mods_compiled(dim: int) -> None:
+def test_mods_compiled(dim: int, some: Sequence[str]) -> None:
     requests = []
     bias = {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 4, 512, 512, dtype=torch.bfloat16)}
     cases = {name: make("cpu") for name, make in MODS.items()} | {"bias": bias, "dropout": dropped()}
+    cases = {name: cases[name] for name in some or cases}
     for features in cases.values():
         inputs = {"lengths_q": [512], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": dim, "head_dim_v": min(dim, 128)}
         given = make_inputs(dtype=torch.bfloat16, **inputs)

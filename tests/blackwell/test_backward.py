@@ -6,6 +6,7 @@ is such a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -92,15 +93,20 @@ def test_compiled_in_fp16() -> None:
 
 
 @pytest.mark.parametrize(
-    "dim", [pytest.param(dim, marks=pytest.mark.slow if dim == 128 else pytest.mark.exhaustive) for dim in DIMS]
+    ("dim", "some"),
+    [
+        pytest.param(128, ("mod: softcap, documents", "bias", "block mask"), marks=pytest.mark.slow),
+        *(pytest.param(dim, (), marks=pytest.mark.exhaustive, id=f"{dim}") for dim in DIMS),
+    ],
 )
-def test_mods_compiled(dim: int) -> None:
+def test_mods_compiled(dim: int, some: Sequence[str]) -> None:
     bias = {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 4, 512, 512, dtype=torch.bfloat16)}
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx // 75 == kv_idx // 75, None, None, 512, 512, "cpu")
     lists = block_lists(mask, 1, 4, 512, 512, torch.device("cpu"))
     blocks = {"mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
     cases = {name: make("cpu") for name, make in MODS.items()} | {"bias": bias, "block mask": blocks}
     requests = []
+    cases = {name: cases[name] for name in some or cases}
     for features in cases.values():
         inputs = {"lengths_q": [512], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": dim, "head_dim_v": dim}
         spec, x = make_call(

@@ -79,7 +79,7 @@ def _check() -> Check:
 
 
 test_formats_and_bands = formats_and_bands()
-test_windows_beside_the_diagonal = windows_beside_the_diagonal("window", "bottom_right")
+test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = mods_and_biases([128])
 
 

@@ -35,7 +35,7 @@ def test_streams_that_overlap_wait_for_each_other(forked_python: FreshPython, tm
     run_ranks(forked_python, tmp_path, "lanes_without_races", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_streams_that_overlap_wait_for_each_other_with_shared_memory(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "lanes_without_races_by_shared_memory", 2, {"TRITON_INTERPRET": "1"})
 

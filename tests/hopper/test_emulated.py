@@ -295,7 +295,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample("window", "bottom_right")
+@pytest.mark.sample("bottom_right")
 @without_gpu
 @pytest.mark.parametrize("bottom_right", [True, False])
 @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)

@@ -217,6 +217,7 @@ def _stable_diffusion_pipeline() -> tuple[Any, dict[str, Any]]:
     return pipeline, text | {"height": 8, "width": 8}
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [_flux_pipeline, _wan_pipeline, _stable_diffusion_pipeline])
 def test_a_pipeline_equals_native(make: Callable[[], tuple[Any, dict[str, Any]]]) -> None:

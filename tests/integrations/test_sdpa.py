@@ -238,6 +238,7 @@ def test_the_kernels_read_every_shape_of_mask(shape: tuple[int, ...], is_float: 
         check(tensors, mask if is_float else mask.detach() > 0, 1e-5)
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",

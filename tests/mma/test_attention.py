@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -107,12 +108,18 @@ def test_compiled_in_fp16() -> None:
     check_compiled([(sm, *dims, "causal") for sm in (80, 89) for dims in DIMS], torch.float16)
 
 
-@pytest.mark.parametrize("sm", [pytest.param(80, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("dim", [128, 64, 256])
-def test_mods_compiled(dim: int, sm: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "sm", "some"),
+    [
+        pytest.param(128, 80, ("mod: softcap, documents", "bias", "dropout"), marks=pytest.mark.slow),
+        *(pytest.param(dim, sm, (), marks=pytest.mark.exhaustive, id=f"{dim}-{sm}") for dim in (64, 128, 256) for sm in (80, 89)),
+    ],
+)
+def test_mods_compiled(dim: int, sm: int, some: Sequence[str]) -> None:
     requests = []
     bias = {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 4, 512, 512, dtype=torch.bfloat16)}
     cases = {name: make("cpu") for name, make in MODS.items()} | {"bias": bias, "dropout": dropped()}
+    cases = {name: cases[name] for name in some or cases}
     for features in cases.values():
         inputs = {"lengths_q": [512], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": dim, "head_dim_v": dim}
         given = make_inputs(dtype=torch.bfloat16, **inputs)

@@ -11,6 +11,7 @@ from tests.support.gluon_calls import without_gpu
 from tests.support.invariant_calls import Kernel, check
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @without_gpu
 @pytest.mark.parametrize("capability", [80, 86])

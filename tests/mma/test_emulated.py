@@ -81,7 +81,7 @@ def _check() -> Check:
 
 
 test_formats_and_bands = formats_and_bands()
-test_windows_beside_the_diagonal = windows_beside_the_diagonal("window", "bottom_right")
+test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = mods_and_biases([128])
 
 
@@ -113,7 +113,7 @@ def test_head_dims_and_sinks(dims: tuple[int, int], capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample("dims")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_dropout(dims: tuple[int, int]) -> None:
