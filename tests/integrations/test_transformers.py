@@ -128,6 +128,7 @@ def test_recognized_patterns_are_those_of_transformers_own_functions(name: str) 
     assert (pattern is not None and pattern.sequences is not None) == (name == "packed")
 
 
+@pytest.mark.sample("name", "padded")
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("offsets", [(0, 0), (11, 0), (40, 27)])
 @pytest.mark.parametrize("name", RECOGNIZED)

@@ -143,6 +143,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], Run]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_the_references(name: str) -> None:
     register_both()

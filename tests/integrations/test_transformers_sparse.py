@@ -93,6 +93,7 @@ def logits_and_gradients(name: str, implementation: str, mask: Tensor | None) ->
     return [result[seen].detach(), *(p.grad for p in chosen.parameters() if p.grad is not None)]
 
 
+@pytest.mark.sample("name", "padded")
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_those_of_eager(name: str, padded: bool) -> None:

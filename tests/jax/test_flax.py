@@ -38,6 +38,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {  # 
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 def test_flaxs_numbers_and_gradients(name: str) -> None:
     lead, given, as_plain = CASES[name]

@@ -157,6 +157,7 @@ def by_offsets() -> Any:
     )
 
 
+@pytest.mark.sample("kind", "how")
 @pytest.mark.parametrize("how", ["offsets", "ids"])
 @pytest.mark.parametrize("kind", [kind for kind in AttnMaskType if kind.is_padding()], ids=lambda kind: kind.name)
 def test_several_sequences_a_row(kind: Any, how: str) -> None:
@@ -173,6 +174,7 @@ def test_several_sequences_a_row(kind: Any, how: str) -> None:
     compare(dict(zip("qkv", qkv(), strict=True)), lambda x: te.fused_attn((x["q"], x["k"], x["v"]), **given), seen)
 
 
+@pytest.mark.sample("kind", "what")
 @pytest.mark.parametrize("what", ["pre-scale bias", "score_mod", "bias and score_mod"])
 @pytest.mark.parametrize("kind", [kind for kind in AttnMaskType if kind.is_padding()], ids=lambda kind: kind.name)
 def test_offsets_beside_what_knows_places_in_rows(kind: Any, what: str) -> None:
@@ -213,6 +215,7 @@ def test_tokens_out_of_order() -> None:
     compare(dict(zip("qkv", qkv(), strict=True)), lambda x: te.fused_attn((x["q"], x["k"], x["v"]), **given), seen)
 
 
+@pytest.mark.sample("bias_type", "softmax")
 @pytest.mark.parametrize("bias_type", [AttnBiasType.PRE_SCALE_BIAS, AttnBiasType.POST_SCALE_BIAS], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("softmax", list(AttnSoftmaxType), ids=lambda kind: kind.name)
 def test_bias_and_softmax_types(bias_type: Any, softmax: Any) -> None:
