@@ -68,11 +68,8 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
 FORMATS = {"causal, window, softcap": "sbhd", "window": "bhsd"}
 BY_DEFAULT = {
     ("dropout, causal", "zigzag"),
-    ("dropout, window", "contiguous"),
     ("lengths, dropout", "zigzag"),
     ("lengths, causal", "contiguous"),
-    ("causal", "zigzag"),
-    ("window", "contiguous"),
     ("mods", "zigzag"),
     ("bias, window", "zigzag"),
     ("sink", "contiguous"),
@@ -147,7 +144,6 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 OF_DOCUMENTS = [(name, layout, 0) for name in DOCUMENTS for layout in ("contiguous", "zigzag")]
 OF_DOCUMENTS += [(name, layout, 3) for name, layout, _ in OF_DOCUMENTS if "window" in name]
 DOCUMENTS_BY_DEFAULT = {
-    ("causal", "contiguous", 0),
     ("mods", "contiguous", 0),
     ("dropout", "zigzag", 0),
     ("causal, window", "zigzag", 3),
