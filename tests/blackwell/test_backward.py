@@ -78,7 +78,7 @@ def check_compiled(cases: list[tuple[int, str]], dtype: torch.dtype = torch.bflo
     "cases",
     [
         pytest.param([(128, "causal")], marks=pytest.mark.slow),
-        pytest.param([(dim, "everything") for dim in DIMS], marks=pytest.mark.slow),
+        pytest.param([(dim, "everything") for dim in (DIMS[0], DIMS[-1])], marks=pytest.mark.slow),
         pytest.param([(dim, features) for dim in DIMS for features in FEATURES], marks=pytest.mark.exhaustive),
     ],
     ids=["one", "more", "all"],

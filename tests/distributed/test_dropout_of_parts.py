@@ -168,20 +168,19 @@ def test_packed_sequences_each_have_their_own_place() -> None:
         torch.testing.assert_close(out, torch.cat((whole[0][0][0], whole[1][0][1, 33:])))
 
 
-@pytest.mark.parametrize(
-    "capability",
-    [pytest.param(90, marks=pytest.mark.slow), *(pytest.param(c, marks=pytest.mark.exhaustive) for c in (80, 89, 100))],
-)
-def test_compiled(capability: int) -> None:
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("columns", [6, 5])
+@pytest.mark.parametrize("capability", [90, 80, 89, 100])
+def test_compiled(capability: int, columns: int) -> None:
     q, lse = torch.zeros(1, 512, 4, 128, dtype=torch.bfloat16), torch.zeros(1, 4, 512)
     with pretended_device(capability, 132), recorded_launches() as launches:
-        for columns in (5, 6):
-            state = torch.zeros(1, columns, dtype=torch.int64)
-            problem = Problem(q, q, q, softmax_scale=0.1, dropout_p=P, rng_state=state)
-            attention_forward(problem, torch.zeros_like(q), lse)
-            portable_backward(Backward(problem, q, lse, q, None, *torch.zeros(3, *q.shape, dtype=q.dtype)))
+        state = torch.zeros(1, columns, dtype=torch.int64)
+        problem = Problem(q, q, q, softmax_scale=0.1, dropout_p=P, rng_state=state)
+        attention_forward(problem, torch.zeros_like(q), lse)
+        portable_backward(Backward(problem, q, lse, q, None, *torch.zeros(3, *q.shape, dtype=q.dtype)))
     requests = [request_for(launch, capability) for launch in launches]
-    assert len(requests) >= 6
+    assert len(requests) >= 3
     assert not any(report.warnings for report in compile_sound(requests))
 
 

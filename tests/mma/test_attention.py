@@ -73,7 +73,7 @@ def check_compiled(cases: list[Case], dtype: torch.dtype = torch.bfloat16) -> No
     "cases",
     [
         pytest.param([(80, 128, 128, "causal")], marks=pytest.mark.slow),
-        pytest.param([(sm, *dims, "everything") for sm in (80,) for dims in DIMS], marks=pytest.mark.slow),
+        pytest.param([(80, *dims, "everything") for dims in (DIMS[0], DIMS[-1])], marks=pytest.mark.slow),
         pytest.param([(sm, *dims, name) for sm in LIMITS for dims in DIMS for name in FEATURES], marks=pytest.mark.exhaustive),
     ],
     ids=["one", "more", "all"],

@@ -267,7 +267,7 @@ def compile_gates(
         assert report.spill_instructions <= SPILLS, f"{name}: {report.spill_instructions}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_compile_for_sm_90() -> None:
     compile_gates([(90, (64, 64), "causal, one list")], ways=(False,))
 
