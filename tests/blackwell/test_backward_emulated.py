@@ -88,9 +88,9 @@ def _check() -> Check:
     return check
 
 
-test_formats_and_bands = formats_and_bands(values=False)
+test_formats_and_bands = pytest.mark.slow(formats_and_bands(values=False))
 test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
-test_mods_and_biases = mods_and_biases([64, 128])
+test_mods_and_biases = pytest.mark.slow(mods_and_biases([64, 128]))
 
 
 @pytest.mark.sample(values=False)

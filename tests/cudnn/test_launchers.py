@@ -53,7 +53,7 @@ def spec_of(case: Case, row: Row) -> AttentionSpec:
     return on_h200(case.spec, case.operands)._replace(return_max_logit="return_max_logit" in row.call)
 
 
-@pytest.mark.sample("name", "bucketed")
+@pytest.mark.sample("bucketed")
 @pytest.mark.parametrize("bucketed", [False, True], ids=["exact", "bucketed"])
 @pytest.mark.parametrize("name", CASES)
 def test_row(name: str, bucketed: bool, monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulator.EmulatedPlans) -> None:

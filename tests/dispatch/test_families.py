@@ -288,7 +288,7 @@ def check(spec: AttentionSpec, x: Operands) -> None:
         assert ran == KERNELS[direction, name] if x.q.numel() else ran <= KERNELS[direction, name]
 
 
-@pytest.mark.sample("row", "policy")
+@pytest.mark.sample("policy")
 @pytest.mark.parametrize("policy", [FORCED, MEASURED], ids=["forced", "measured"])
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for rows in ROWS.values() for name, row in rows.items()])
 def test_what_is_chosen_is_launched(row: Row, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

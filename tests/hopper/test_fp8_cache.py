@@ -63,7 +63,7 @@ def check(splits: int | None = None, **given: Any) -> None:
 
 
 @without_gpu
-@pytest.mark.sample("scales", "page_size", "dtype", "fp8")
+@pytest.mark.sample("dtype", "fp8")
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("page_size", [0, 1, 3, 16, 64])
@@ -73,7 +73,7 @@ def test_scales_pages_and_dtypes(scales: str, page_size: int, dtype: torch.dtype
 
 
 @without_gpu
-@pytest.mark.sample("dims", "queries", "splits")
+@pytest.mark.sample("queries")
 @pytest.mark.parametrize("splits", [None, 3, BY_LENGTHS])
 @pytest.mark.parametrize("queries", [2, (1, 3, 0, 2)], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (256, 256), (256, 64)], ids=str)

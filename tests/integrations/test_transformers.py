@@ -362,7 +362,7 @@ def test_a_model_compiles_whole_and_packed_sequences_stay_apart() -> None:
     torch.testing.assert_close(compiled(TOKENS, **packed).logits, reference(TOKENS, **packed).logits, **TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.sample(values=False)
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_more_models_compile_whole_with_padding_and_gradients(name: str) -> None:

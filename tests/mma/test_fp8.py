@@ -85,7 +85,7 @@ def test_compiled(cases: list[Case]) -> None:
     check_compiled(cases)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_in_e5m2() -> None:
     """Weights stay in E4M3, so the product with v has two dtypes."""
     check_compiled([(sm, 64, 64, "causal") for sm in (89, 120)], E5M2)
