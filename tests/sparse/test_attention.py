@@ -287,8 +287,9 @@ def test_kernels_of_weights_alone_compile(sm: int) -> None:
 @pytest.mark.slow
 @pytest.mark.sample("sm")
 @pytest.mark.parametrize(("sm", "gate"), [(gate[0], gate) for gate in GATES], ids=str)
-def test_kernels_compile_for_each_gpu(sm: int, gate: tuple[int, tuple[int, int], str]) -> None:
-    compile_gates([gate])
+@pytest.mark.parametrize("way", [False, True])
+def test_kernels_compile_for_each_gpu(sm: int, gate: tuple[int, tuple[int, int], str], way: bool) -> None:
+    compile_gates([gate], ways=(way,))
 
 
 def test_no_queries_give_no_gradients() -> None:
