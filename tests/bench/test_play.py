@@ -288,7 +288,7 @@ def page_blocks() -> list[str]:
     return [text for text in re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S) if text.startswith("$ cp ")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_pages_walk_through_a_change_is_real(tmp_path: Path) -> None:
     """Each command of the walk, one after the other, in a checkout of its own."""
     for folder in ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench", "emulator"):
