@@ -149,6 +149,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         mark = cases[0].get_closest_marker("sample")
+        if unknown := mark.kwargs.keys() - {"values"}:
+            raise pytest.UsageError(f"{cases[0].nodeid}: the mark sample has {sorted(unknown)}; accepted: parameters, and values")
         values = [frozenset((name, repr(case.callspec.params[name])) for name in mark.args) for case in cases]
         chosen = sampled(values, (i for i, case in enumerate(cases) if case.nodeid in FIND_FAULTS))
         others: set[int] = set()

@@ -70,6 +70,16 @@ def test_all_but_the_sample_is_exhaustive_if_the_mark_says_so(x: int, request: p
     assert marks_of(request) == (set() if x == 1 else EXHAUSTIVE)
 
 
+def test_a_mark_with_an_unknown_argument_is_named(request: pytest.FixtureRequest) -> None:
+    item: Any = SimpleNamespace(
+        nodeid="tests/x.py::test_x[1]",
+        get_closest_marker={"sample": pytest.mark.sample(pairs=False).mark}.get,
+        callspec=SimpleNamespace(marks=[], params={"x": 1}),
+    )
+    with pytest.raises(pytest.UsageError, match=r"test_x\[1\]: the mark sample has \['pairs'\]; accepted: parameters, and values"):
+        pytest_collection_modifyitems(request.config, [item])
+
+
 def test_what_finds_a_fault_is_not_exhaustive(request: pytest.FixtureRequest) -> None:
     item: Any = SimpleNamespace(nodeid=min(FIND_FAULTS), get_closest_marker={"slow": True}.get)
     pytest_collection_modifyitems(request.config, [item])
