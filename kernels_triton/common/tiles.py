@@ -12,6 +12,7 @@ of 8.0, 8.6 and 12.0 up to 512 were the fastest of several when an NVIDIA H200 r
 - `ONE_GRID` and `DQ_PART`: short_backwards_h100.json
 - `PREPROCESS`: small_kernels_h200.json
 - `Row.brief`, 5 to 25 % less time than the tiles before: biased_tiles_h200.json
+- `Row.biased_mask`: biased_addresses_h200.json
 - `Row.biased` and the other tiles for a bias: biased_tiles_again_h200.json
 """
 
