@@ -177,31 +177,39 @@ def cells(found: Record) -> list[Cell]:
     return [Cell(found.workloads[w], d, {n: row.us for n, row in by_name.items() if row.us is not None}) for w, d, by_name in rows]
 
 
+def speeds(other: str, *found: Record) -> dict[tuple[str, str], tuple[Cell, float]]:
+    """Returns the cells that have another implementation, and the speed beside it, by name and direction. A later run counts."""
+    every = ((cell, cell.speed(other)) for cell in itertools.chain.from_iterable(map(cells, found)))
+    return {(cell.workload.name, cell.direction): (cell, speed) for cell, speed in every if speed is not None}
+
+
 def table(*found: Record) -> Table:
     """Returns the speed of the kernels for mma.sync beside other libraries. Lengths of a workload share a row."""
     others = (FLASH, FLEX)
     columns = [(direction, other) for direction in ("forward", "backward") for other in others]
-    rows: dict[str, dict[tuple[str, str], list[float]]] = {}
-    for cell in itertools.chain.from_iterable(map(cells, found)):
-        for other in others:
-            if (speed := cell.speed(other)) is not None:
-                title = re.sub(r", [\d,]+ tokens$", "", title_of(cell.workload))
-                rows.setdefault(title, {}).setdefault((cell.direction, other), []).append(speed)
-    lines = [(title, [_mean(speeds.get(column)) for column in columns]) for title, speeds in rows.items()]
+    titles = [_row_title(cell.workload) for run in found for cell in cells(run)]
+    rows: dict[str, dict[tuple[str, str], list[float]]] = {title: {} for title in titles}
+    for other in others:
+        for cell, speed in speeds(other, *found).values():
+            rows[_row_title(cell.workload)].setdefault((cell.direction, other), []).append(speed)
+    lines = [(title, [_mean(own.get(column)) for column in columns]) for title, own in rows.items() if own]
     return Table("", [f"{direction}: {other}" for direction, other in columns], lines)
 
 
-def _mean(speeds: list[float] | None) -> str:
-    return f"{geometric_mean(speeds):.2f}" if speeds else "-"
+def _row_title(workload: Workload) -> str:
+    return re.sub(r", [\d,]+ tokens$", "", title_of(workload))
+
+
+def _mean(found: list[float] | None) -> str:
+    return f"{geometric_mean(found):.2f}" if found else "-"
 
 
 def claim(*found: Record) -> str:
     """Returns the sentence above the table."""
-    every = list(itertools.chain.from_iterable(map(cells, found)))
-    speeds = {other: [s for cell in every if (s := cell.speed(other)) is not None] for other in (FLASH, FLEX, PORTABLE)}
+    by_other = {other: [speed for _, speed in speeds(other, *found).values()] for other in (FLASH, FLEX, PORTABLE)}
     names = {FLASH: "PyTorch's FlashAttention-2", PORTABLE: "the portable kernels"}
     *first, last = (
-        f"than {names.get(other, other)} in {sum(s > 1 for s in own)} of {len(own)}" for other, own in speeds.items() if own
+        f"than {names.get(other, other)} in {sum(s > 1 for s in own)} of {len(own)}" for other, own in by_other.items() if own
     )
     return f"As {found[0].device['name']}, the kernels for mma.sync are faster {', '.join(first)} and {last} cells."
 

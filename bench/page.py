@@ -36,8 +36,8 @@ from flexattn.bench.transformers_models import LARGE
 RESULTS = Path(__file__).parent / "results"
 MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
 OLDER = {  # by the GPUs whose code they time
-    "an A100": ["mma_sm_80_h200.json", "mma_sm_80_192_h200.json"],
-    "RTX 40, L4 and L40": ["mma_sm_89_h200.json", "mma_sm_89_more_h200.json"],
+    "an A100": ["mma_sm_80_h200.json", "mma_sm_80_192_h200.json", "mma_sm_80_tiles_h200.json"],
+    "RTX 40, L4 and L40": ["mma_sm_89_h200.json", "mma_sm_89_more_h200.json", "mma_sm_89_tiles_h200.json"],
 }
 DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
 PUBLISHED = "models_h200.json"  # a page without this file has no block of it
