@@ -246,14 +246,15 @@ def rules(name: str, found: Record) -> list[Rule]:
     """Returns the rules of `crossovers.py` for calls that these kernels run faster than the portable ones.
 
     A class of calls has a rule if no cell is slower by more than TIE from some number of queries on. Masks of one such number share
-    a rule.
+    a rule. A class whose own head dim was not timed has none.
     """
     from flexattn.kernels_triton.common.crossovers import Rule
 
+    timed = {cell.workload.head_dim_qk for cell in cells(found)}
     classes: dict[Calls, dict[int, list[float]]] = {}
     for cell, ((direction, own), family) in itertools.product(cells(found), FAMILIES.items()):
         w, speed = cell.workload, cell.speed(PORTABLE, own)
-        if cell.direction == direction and speed is not None:
+        if cell.direction == direction and speed is not None and _head_dim(w) in timed:
             calls = Calls(family, _head_dim(w), w.is_ragged, w.seqlen_q == 1, _mask(w))
             classes.setdefault(calls, {}).setdefault(w.seqlen_kv if calls.is_decode else w.seqlen_q, []).append(speed)
     together: dict[tuple[Any, ...], dict[str, list[float]]] = {}

@@ -285,8 +285,8 @@ _MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | 
         (128, ("loaded", "windowed"), False, (4096, None), None, 1.06),
         (64, "windowed", False, (4096, None), None, 0.99),
     ),
-    ("mma.sync fused", 80, "mma_sm_80_tiles_h200.json"): ((256, ("causal", "open"), False, (512, None), None, 1.82),),
-    ("mma.sync two-kernel", 80, "mma_sm_80_tiles_h200.json"): ((256, ("causal", "open"), False, (512, None), None, 1.35),),
+    ("mma.sync fused", 80, "mma_sm_80_tiles_h200.json"): ((256, ("open", "causal"), False, (512, None), None, 1.82),),
+    ("mma.sync two-kernel", 80, "mma_sm_80_tiles_h200.json"): ((256, ("open", "causal"), False, (512, None), None, 1.35),),
     ("mma.sync", 80, "mma_sm_80_192_h200.json"): ((192, ("causal", "open"), False, (1024, None), None, 2.48),),
     ("mma.sync fused", 80, "mma_sm_80_192_h200.json"): ((192, ("causal", "open"), False, (1024, None), None, 2.96),),
     ("mma.sync two-kernel", 80, "mma_sm_80_192_h200.json"): ((192, ("causal", "open"), False, (1024, None), None, 2.21),),
@@ -332,12 +332,12 @@ _MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | 
         (192, ("causal", "open"), False, (1024, None), None, 3.05),
     ),
     ("mma.sync fused", (86, 89, 120), "mma_sm_89_tiles_h200.json"): (
-        (128, ("causal", "open"), False, (256, None), None, 1.39),
-        (256, ("causal", "open"), False, (512, None), None, 2.13),
+        (128, ("open", "causal"), False, (256, None), None, 1.39),
+        (256, ("open", "causal"), False, (512, None), None, 2.13),
     ),
     ("mma.sync two-kernel", (86, 89, 120), "mma_sm_89_tiles_h200.json"): (
         (128, "causal", False, (256, None), None, 1.11),
-        (256, ("causal", "open"), False, (512, None), None, 1.51),
+        (256, ("open", "causal"), False, (512, None), None, 1.51),
     ),
     ("mma.sync FP8", (89, 120), "mma_fp8_sm_89_h200.json"): (
         (64, ("causal", "open"), False, (1024, None), None, 1.11),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from flexattn.bench.implementations import PORTABLE, Unavailable
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.record import Record, Row
 from flexattn.bench.shapes import OLDER, WORKLOADS, Workload, select, sweep, windowed
-from flexattn.kernels_triton.common.crossovers import CROSSOVERS
+from flexattn.bench.tables import geometric_mean
+from flexattn.kernels_triton.common.crossovers import CROSSOVERS, Rule
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.mma import tiles
 from flexattn.kernels_triton.runtime.device import pretended_device
@@ -21,6 +23,7 @@ from flexattn.kernels_triton.runtime.launch import recorded_launches
 from tests.conftest import ROOT
 
 FIRST = "mma_first_h200.json"
+LATER = ("mma_sm_80_tiles_h200.json", "mma_sm_89_tiles_h200.json")  # of tiles that came after the other runs
 DIMS = (64, 96, 128, 256)
 
 
@@ -161,8 +164,16 @@ def test_the_table_has_a_row_for_each_workload() -> None:
     table = mma.table(run)
     assert table.rows == [("Head dim 64, causal", ["0.80", "-", "-", "-"])]
     text = page.older_gpus({"an A100": [run, run]})
-    assert "faster than PyTorch's FlashAttention-2 in 0 of 2 and than the portable kernels in 6 of 10 cells." in text
+    assert "faster than PyTorch's FlashAttention-2 in 0 of 1 and than the portable kernels in 3 of 5 cells." in text
     assert "This is the code for an A100." in text
+
+
+def test_a_later_run_replaces_the_cells_that_it_has() -> None:
+    [(name, workload, direction)] = [key for key in TIMES if key[0] == mma.FLASH]
+    own = TIMES[mma.MMA, workload, direction]
+    later = recorded({(mma.MMA, workload, direction): own, (name, workload, direction): 2 * own})
+    assert mma.table(recorded(TIMES), later).rows == [("Head dim 64, causal", ["2.00", "-", "-", "-"])]
+    assert "FlashAttention-2 in 1 of 1 and than the portable kernels in 3 of 5 cells" in mma.claim(recorded(TIMES), later)
 
 
 def test_tiles_are_compared_with_the_committed_one() -> None:
@@ -171,13 +182,41 @@ def test_tiles_are_compared_with_the_committed_one() -> None:
     assert lines == ["sweep-d64-causal-s4096 forward: 64x64x4x2 q, 1.250 of the committed tile's speed (64x64x4x2 q 80)"]
 
 
+def is_replaced(rule: Rule, later: record.Record) -> bool:
+    """Returns whether a later run decides about all calls of a rule."""
+    if mma.targets(later) != rule.capability:
+        return False
+    if rule.use.startswith("sdpa"):
+        cells = [(c.direction, c.workload.head_dim_qk, c.workload.head_dim_v, mma._mask(c.workload)) for c in mma.cells(later)]
+        return (rule.direction, rule.head_dim_qk, rule.head_dim_v, rule.mask) in cells
+    return any(
+        (other.use, other.head_dim, other.packed) == (rule.use, rule.head_dim, rule.packed)
+        and {*rule.mask} <= {*other.mask}
+        and other.queries[0] is not None
+        and rule.queries[0] is not None
+        and other.queries[0] <= rule.queries[0]
+        for other in mma.rules("", later)
+    )
+
+
 def test_the_rules_are_those_of_the_files() -> None:
-    """Every rule for these kernels is what a result file supports."""
-    committed = [rule for rule in CROSSOVERS if "mma.sync" in rule.use]
-    files = {name for rule in committed for name in rule.files}
+    """Every rule for these kernels is what a result file supports, unless a later one says more."""
+    committed = [rule for rule in CROSSOVERS if "mma.sync" in rule.use and "FP8" not in rule.use]
+    files = {name: record.read(ROOT / "bench" / "results" / name) for rule in committed for name in rule.files}
     supported = []
-    for name in sorted(files):
-        found = record.read(ROOT / "bench" / "results" / name)
-        supported += [*mma.rules(name, found), *mma.sdpa_rules(name, found)]
+    for name, found in files.items():
+        later = [files[other] for other in LATER if other != name]
+        own = [*mma.rules(name, found), *mma.sdpa_rules(name, found)]
+        supported += [rule for rule in own if not any(is_replaced(rule, other) for other in later)]
     assert {str(rule) for rule in committed} == {str(rule) for rule in supported}
     assert {(rule.use, rule.gain) for rule in committed} == {(rule.use, rule.gain) for rule in supported}
+
+
+def test_the_rules_in_fp8_are_those_of_the_probe() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "mma_fp8_sm_89_h200.json").read_text("utf-8"))["rows"]
+    for rule in (rule for rule in CROSSOVERS if rule.use == "mma.sync FP8"):
+        tile = str(next(tile for tile in tiles._FP8 if tile.head_dim_qk == rule.head_dim))
+        speeds = [row["fp8_beside_portable"] for row in rows if (row["head_dim"], row["tile"]) == (rule.head_dim, tile)]
+        assert len(speeds) == 6
+        assert round(geometric_mean(speeds), 2) == rule.gain
+        assert min(speeds) > 1.0
