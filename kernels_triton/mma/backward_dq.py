@@ -37,7 +37,7 @@ from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import allocate_parts, product_layout
 from flexattn.kernels_triton.mma.backward import arguments_of_backward, launch_key_blocks, zero_padding_of_gradients
-from flexattn.kernels_triton.mma.copies import copy_block, keep_until_here
+from flexattn.kernels_triton.mma.copies import copy_block
 from flexattn.kernels_triton.mma.dropout import kept
 from flexattn.kernels_triton.mma.products import Destination, add_product, at, product_of_rows, store_part, zeros_of_part
 from flexattn.kernels_triton.mma.tiles import MmaBackwardTile, MmaDqTile, backward_tile, dq_tile
@@ -187,8 +187,6 @@ def _add_blocks(args: MmaDqArguments, block: Block, dq0, dq1, MODS: gl.constexpr
             if has_next:
                 _copy_k(args, tiles, slot, following, block, META)
             async_copy.commit_group()
-    keep_until_here(tiles.q, META.QK1)
-    keep_until_here(tiles.dout, META.V1)
     return dq0, dq1
 
 
