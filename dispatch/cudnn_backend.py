@@ -63,7 +63,7 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     plan, RuntimeFailure is raised, and it is cached for calls of the same shapes.
     """
     error = device_error(spec.device_type, spec.capability) or rule_error(spec, direction)
-    return error or (_known_bad(spec, direction) if spec.block_size is None else cudnn_block_lists.library_error())
+    return error or (_known_bad(spec, direction) if spec.block_size is None else cudnn_block_lists.frontend_error())
 
 
 def device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
@@ -442,7 +442,7 @@ def can_be_recorded() -> bool:
 def forget_failures() -> None:
     """Forgets a missing cuDNN, refused plans, and the calls whose plans are known to be built."""
     library_error.cache_clear()
-    cudnn_block_lists.library_error.cache_clear()
+    cudnn_block_lists.frontend_error.cache_clear()
     prepared_calls.clear()
     plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # if it is not imported, no plan has failed.
     if plans is not None:

@@ -115,7 +115,7 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
 
 
 @functools.cache
-def library_error() -> str | None:
+def frontend_error() -> str | None:
     """Returns why the frontend has no block-sparse attention, with an installation command, or None if it has."""
     import cudnn
 
@@ -132,7 +132,7 @@ def library_error() -> str | None:
 
 def not_run_yet() -> str | None:
     """Returns the frontend whose results were not checked, or None if they were."""
-    if library_error() is not None or _frontend_version() in RUN_WITH:
+    if frontend_error() is not None or _frontend_version() in RUN_WITH:
         return None
     return f"with cuDNN's frontend {'.'.join(map(str, _frontend_version()))}"
 

@@ -33,13 +33,13 @@ class Problem(NamedTuple):
 
 
 def forward(x: Problem) -> tuple[Tensor, Tensor]:
-    """Returns out as [b, sq, h, d_v], a view of dense memory in `layout`, and lse as fp32 [b, h, sq]."""
+    """Returns out as [b, sq, h, d_v], a view of dense memory, and lse as fp32 [b, h, sq]."""
     from cudnn.block_sparse_attention import block_sparse_attention_forward  # here, because its import takes seconds.
 
     if x.is_empty:
         batch, queries, heads, _ = x.q.shape
-        out = x.q.new_zeros(_in(x.layout, (batch, queries, heads, x.v.shape[-1])))
-        return _view(out, x.layout), x.q.new_full((batch, heads, queries), float("-inf"), dtype=torch.float32)
+        lse = x.q.new_full((batch, heads, queries), float("-inf"), dtype=torch.float32)
+        return x.q.new_zeros(batch, queries, heads, x.v.shape[-1]), lse
     q, scale = _with_positive_scale(x)
     tensors = [_view(_readable(t), x.layout) for t in (q, x.k, x.v)]
     counts, indices = blocks_of(x)
@@ -120,11 +120,6 @@ def _readable(t: Tensor) -> Tensor:
     """Returns `t` for a kernel, or a copy if it cannot access `t`. DLPack exports no tensor that requires a gradient."""
     t = t.detach()
     return t if _fits(t) else t.clone(memory_format=torch.contiguous_format)
-
-
-def _in(layout: str, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    batch, tokens, heads, head_dim = shape
-    return (batch, heads, tokens, head_dim) if layout == "bhsd" else shape
 
 
 def _view(t: Tensor, layout: str) -> Tensor:

@@ -384,8 +384,7 @@ class Problem:
         """
         if self.bias is None or self.page_table is not None:
             return False
-        is_one_part = not (self._parts(self.q)[1] or self._parts(self.v)[1])
-        if self.loaded == Loaded(bias_align=_bias_alignment(self.bias)) and is_one_part and self.head_dims >= 128:
+        if self.loaded == Loaded(bias_align=_bias_alignment(self.bias)) and self._is_one_part and self.head_dims >= 128:
             return False
         *_, stride_m, stride_n = _strides(self.bias, 4)
         extents = [x.shape[-3] * abs(x.stride(-3)) for x in (self.k, self.v)]
@@ -412,6 +411,10 @@ class Problem:
         # Keys and values that are converted are in no pipeline, and ptxas miscompiles such tiles in two parts (`sass_registers`).
         return (2 * first, 0) if second and self.descales_kv else (first, second)
 
+    @property
+    def _is_one_part(self) -> bool:
+        return not (self._parts(self.q)[1] or self._parts(self.v)[1])
+
     def tile(self, table: Table, capability: int | None = None) -> Tile:
         """Returns the committed tile for this problem, for its own device or for one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
@@ -422,7 +425,7 @@ class Problem:
             capability,
             self.q.element_size(),
             head_dims,
-            is_whole=not (self._parts(self.q)[1] or self._parts(self.v)[1]),
+            is_whole=self._is_one_part,
             loaded=self.loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
             length=SHORT + 1 if self.is_batch_invariant else max(self.longest_q, self.longest_kv),

@@ -259,9 +259,7 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     v_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, VALUES0, VALUES1)
     tiles = Tiles(q=q, k=k_tiles, v=v_tiles)
     h_kv = h // args.work.group_size
-    b_kv = b
-    if META.HAS_PAGES:
-        b_kv = b * 0
+    b_kv = b * 0 if META.HAS_PAGES else b
     k, v = mma_args.k, mma_args.v
     scales, descale_v = (), 1.0
     if META.IS_FP8:

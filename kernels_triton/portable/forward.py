@@ -405,6 +405,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         split = piece.first
     block, h, b = _place_of_tile(pid, piece, blocks, groups, META)
     heads = heads_of_tile(h, META)
+    # made here, because a function returns no None in a tuple with Triton 3.6
     tile = _Tile(pid=pid, split=split, piece=piece, block=block, blocks=blocks, h=h, b=b, heads=heads)
     place = _place_of_largest(tile, args)
     start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)

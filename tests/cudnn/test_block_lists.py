@@ -30,7 +30,7 @@ from tests.support import cudnn_block_sparse
 IS_REAL = (
     torch.cuda.is_available()
     and torch.cuda.get_device_capability() == (9, 0)
-    and (cudnn_backend.library_error() or cudnn_block_lists.library_error()) is None
+    and (cudnn_backend.library_error() or cudnn_block_lists.frontend_error()) is None
 )
 DEVICE = "cuda" if IS_REAL else "cpu"
 

@@ -202,8 +202,8 @@ def _compare_gradient(
     if out_eps and call.dout is not None and ref.out.numel():
         rounded_out = torch.where(row_of_out(ref.is_rounded, config.q_format), ref.out * call.dout.double(), 0.0).nan_to_num()
         delta_error = delta_error + steepness * OUT_STEPS * out_eps / 2 * rounded_out.square().sum(-1).max().sqrt()
-    # What is left of a score's gradient may have one sign in several rows: all columns of out have the factor of a single key's
-    # weight, and heads may share v and dout. Captures may multiply it by the distance of a query and a key.
+    # Roundings of a score's gradient may have one sign in several rows: all columns of out have the factor of a single key's
+    # weight, and heads may share v and dout. Captures may multiply them by the distance of a query and a key.
     noise = ref.noise.get(name)
     if noise is not None and name in ("k", *config.captures):  # it adds up over queries with the signs of few draws
         noise = GRADIENT_FACTOR * noise
