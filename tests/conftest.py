@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,16 @@ def sampled(cases: Sequence[frozenset[Any]], begin: Iterable[int] = ()) -> set[i
         chosen.add(max(range(len(cases)), key=lambda i: len(cases[i] & missing)))
         missing = missing.difference(*(cases[i] for i in chosen))
     return chosen
+
+
+def values_shown(cases: Sequence[Mapping[str, Any]], names: Collection[str]) -> list[frozenset[tuple[str, str]]]:
+    """Returns which values of the parameters in `names` each case shows.
+
+    If some cases have backend="triton", the others show no other parameter: only the former run the kernels.
+    """
+    has_kernels = any(case.get("backend") == "triton" for case in cases)
+    shown = [("backend",) if has_kernels and case["backend"] != "triton" else tuple(case) for case in cases]
+    return [frozenset((x, repr(case[x])) for x in own if x in names) for case, own in zip(cases, shown, strict=True)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -139,7 +149,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the cases of a test with the mark `sample` as slow or exhaustive, if they are not in the sample that the mark names.
 
     Cases with a new value of any parameter are slow, all others exhaustive. If the mark has values=False, or the test is slow
-    itself, all cases outside of the sample are exhaustive. Tests that find a fault of faults.json must not be exhaustive.
+    itself, only values of the mark's parameters count, which the sample may have without the kernels (`values_shown`). Tests that
+    find a fault of faults.json must not be exhaustive.
     """
     # By default both slow and exhaustive cases are left out.
     is_default = config.option.markexpr in config.getini("addopts")
@@ -154,9 +165,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         values = [frozenset((name, repr(case.callspec.params[name])) for name in mark.args) for case in cases]
         chosen = sampled(values, (i for i, case in enumerate(cases) if case.nodeid in FIND_FAULTS))
         others: set[int] = set()
-        if mark.kwargs.get("values", True) and not (is_default or cases[0].get_closest_marker("slow")):
-            every = [frozenset((name, repr(value)) for name, value in case.callspec.params.items()) for case in cases]
-            others = sampled(every, chosen)
+        if not is_default:
+            parameters = [case.callspec.params for case in cases]
+            has_every = mark.kwargs.get("values", True) and not cases[0].get_closest_marker("slow")
+            others = sampled(values_shown(parameters, parameters[0].keys() if has_every else mark.args), chosen)
         for i, case in enumerate(cases):
             if i not in chosen:
                 case.add_marker(pytest.mark.slow if i in others else pytest.mark.exhaustive)

@@ -132,7 +132,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             k_pointer = row_at(block.k, n)
             v_pointer = row_at(block.v, n)
             bias_pointer = row_at(block.bias, n) if block.bias is not None else 0
-        k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k.offsets, v_pointer, block.v.offsets
+        k_tile, k_offsets = rows_from(block.k, k_pointer, n, META)
+        v_tile, v_offsets = rows_from(block.v, v_pointer, n, META)
         if inputs.pages.table_ptr is not None:
             k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k.base, head.b, n, len_kv, META)
             if not META.IS_LATENT:
@@ -142,8 +143,6 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         next_shown = _keys_shown(head, n + BLOCK_N, MODS, META) if META.MASKS_KEYS else False  # loaded during this iteration
         bias = 0.0
         if block.bias is not None:
-            k_tile, k_offsets = rows_from(block.k, k_pointer, n, META)
-            v_tile, v_offsets = rows_from(block.v, v_pointer, n, META)
             bias_tile, bias_offsets = rows_from(block.bias, bias_pointer, n, META)
             bias = load_bias_tile(bias_tile, bias_offsets, j, len_kv, IS_MASKED, META)
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import FIND_FAULTS, ROOT, FreshPython, pytest_collection_modifyitems, sampled
+from tests.conftest import FIND_FAULTS, ROOT, FreshPython, pytest_collection_modifyitems, sampled, values_shown
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int32, torch.int64)
@@ -49,6 +49,16 @@ def test_a_sample_has_each_value_of_each_parameter() -> None:
     assert sampled(grid, {5, 1}) == {5, 1, 2}
     assert sampled([frozenset()] * 4) == {0}
     assert sampled([frozenset()] * 4, {3}) == {3}
+
+
+def test_a_sample_has_each_value_on_the_backend_with_kernels() -> None:
+    cases = [{"x": x, "y": 0, "backend": backend} for x in "abc" for backend in ("eager", "triton")]
+    chosen = sampled(values_shown(cases, {"x", "backend"}))
+    assert {(cases[i]["x"], cases[i]["backend"]) for i in chosen if cases[i]["backend"] == "triton"} == {
+        (x, "triton") for x in "abc"
+    }
+    assert len(chosen) == 4
+    assert values_shown([{"x": 1, "backend": "eager"}], {"x"}) == [frozenset({("x", "1")})]
 
 
 SLOW, EXHAUSTIVE = {"slow"}, {"exhaustive"}
