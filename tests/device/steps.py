@@ -29,6 +29,7 @@ TESTS = (
 FIRST = "tests/gpu/"
 CHUNK = 8  # tests
 LARGE = "tests/gpu/test_gpu.py"  # its tests take up to 40 GiB each, so one process runs them all
+JAX = "tests/gpu/test_jax"  # JAX's client has threads whose calls end a capture of the same process in CUDA's default mode
 JAX_AROUND = 25.0
 GRACE = 110.0  # most seconds that a kernel takes to compile beside those of other processes
 JAX_CALLS = "python -m tests.fuzz.jax_calls --device cuda"
@@ -68,18 +69,14 @@ class Run(NamedTuple):
 
 
 def tests(run: Run, tell: Tell) -> dict[str, Any]:
-    """Runs pytest in several processes, each on its share of the tests, in the order of `chunks_in_order`."""
+    """Runs pytest in several processes, each on one of the `shares` of the tests."""
     end = time.monotonic() + run.seconds
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive"]
     environment = {**os.environ, **{name: value for name, value in COMPILING.items() if value}}
     listing = subprocess.run([*pytest, "--collect-only", *run.tests], capture_output=True, text=True, env=environment)
     names = [line for line in listing.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
-    large, others = [name for name in names if name.startswith(LARGE)], [name for name in names if not name.startswith(LARGE)]
-    chunks = chunks_in_order(others)
-    count = max(1, run.processes - bool(large))
-    shares = [*([large] if large else []), *([name for chunk in chunks[n::count] for name in chunk] for n in range(count))]
     processes, logs = [], []
-    for n, share in enumerate(share for share in shares if share):
+    for n, share in enumerate(shares(names, run.processes)):
         (run.folder / f"tests{n}.txt").write_text("\n".join(share) + "\n")
         logs.append(run.folder / f"tests{n}.jsonl")
         logs[-1].write_text("")
@@ -105,6 +102,19 @@ def tests(run: Run, tell: Tell) -> dict[str, Any]:
     ends = [(run.folder / f"tests{n}.out").read_text(errors="replace")[-600:] for n in crashed]
     no_tests = {"not run": (listing.stdout + listing.stderr)[-600:] or "no test was found"}
     return _outcomes(names, logs) | {"crashed": len(crashed), "ends": ends} if names else no_tests
+
+
+def shares(names: Sequence[str], processes: int) -> list[list[str]]:
+    """Returns the tests of each process, in the order of `chunks_in_order`: LARGE and JAX have processes without other tests."""
+    large, jax_tests = ([name for name in names if name.startswith(prefix)] for prefix in (LARGE, JAX))
+    others = [name for name in names if not name.startswith((LARGE, JAX))]
+    found = [large] if large else []
+    left = max(1, processes - len(found))
+    for_jax = 0 if not jax_tests else max(1, left // 4) if others else left
+    for group, count in ((jax_tests, for_jax), (others, max(1, left - for_jax))):
+        chunks = chunks_in_order(group)
+        found += [[name for chunk in chunks[n::count] for name in chunk] for n in range(count)]
+    return [share for share in found if share]
 
 
 def chunks_in_order(names: Sequence[str]) -> list[list[str]]:

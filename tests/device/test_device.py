@@ -141,6 +141,17 @@ def test_each_file_of_gpu_tests_begins_before_another_goes_on() -> None:
     assert sorted(name for chunk in chunks for name in chunk) == sorted(names)
 
 
+def test_large_tests_and_tests_of_jax_have_processes_of_their_own() -> None:
+    files = (steps.LARGE, f"{steps.JAX}_caches.py", "tests/gpu/test_captures.py")
+    names = [f"{file}::test_{n}" for file in files for n in range(80)]
+    for count in (1, 2, 3, 8):
+        shares = steps.shares(names, count)
+        assert all(len({name.split("::")[0] for name in share}) == 1 for share in shares)
+        assert sorted(name for share in shares for name in share) == sorted(names)
+        assert len(shares) == max(3, count)
+    assert len(steps.shares(names[80:160], 4)) == len(steps.shares(names[160:], 4)) == 4
+
+
 def test_files_that_did_not_run_and_reasons_of_skips_are_told(tmp_path: Path) -> None:
     log = tmp_path / "tests0.jsonl"
     line = {"test": "tests/a.py::test_x", "outcome": "skipped", "seconds": 0.0, "text": "Skipped: needs 2 GPUs", "families": []}

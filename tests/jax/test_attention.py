@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from flexattn.testing import (
     reference_attention,
     reference_gradients,
 )
+from tests.conftest import FreshPython
 from tests.jax.arrays import normal
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
@@ -181,10 +185,13 @@ def test_scan_and_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [jax.random.key(7), jax.random.PRNGKey(7), jax.random.key(7, impl="rbg")], ids=["key", "words", "rbg"]
+    "make",
+    [jax.random.key, jax.random.PRNGKey, partial(jax.random.key, impl="rbg")],
+    ids=["key", "words", "rbg"],
 )
-def test_dropout_depends_on_the_key_alone(key: Any) -> None:
+def test_dropout_depends_on_the_key_alone(make: Callable[[int], Any]) -> None:
     q, k, v = qkv()
+    key = make(7)
     a, b = (jax.jit(lambda key: fj.attention(q, k, v, dropout_p=0.5, rng_state=key))(key) for _ in range(2))
     assert jnp.array_equal(a, b)
     assert not jnp.array_equal(a, fj.attention(q, k, v, dropout_p=0.5, rng_state=jax.random.key(8)))
@@ -246,3 +253,20 @@ def test_explain_names_the_backend() -> None:
 def test_flexattn_does_not_import_jax(forked_python: Any) -> None:
     ran = forked_python("-c", "import sys, flexattn; sys.exit('jax' in sys.modules)")
     assert ran.returncode == 0, ran.stderr
+
+
+IMPORTS = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+from jax._src import xla_bridge
+print(sorted(xla_bridge._backends))
+"""
+
+
+def test_collecting_the_gpu_tests_starts_no_client_of_jax(forked_python: FreshPython) -> None:
+    # Its threads would end the captures of other tests.
+    files = sorted((Path(__file__).parents[1] / "gpu").glob("test_jax*.py"))
+    ran = forked_python("-c", IMPORTS, *(f"tests.gpu.{file.stem}" for file in files))
+    assert len(files) > 4
+    assert ran.stdout == "[]\n", ran.stderr
