@@ -3,13 +3,17 @@
     python -m flexattn.bench.package_models --out package_models.json
 
 The program measures a forward without gradients and a training step, both in bfloat16. Before the timing, results are compared with
-the package's own attention in float32; their error may be `WORST` times that of its own attention in bfloat16. Needs a GPU. A model
-whose package is missing has a row with the reason.
+the same model in float32; their error may be `WORST` times that of the package's own attention in bfloat16. A model whose package
+is missing has a row with the reason. Needs a GPU.
+
+Llama has a sixteenth of its layers and of its vocabulary, so that attention keeps its share of the time. Its results in float32
+come from torch's `scaled_dot_product_attention`, which is called for one document after the other.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 
 from flexattn.bench import record
 from flexattn.bench.harness import Row, Run, event_times, in_turns, make_parser, need_gpu, quartiles
+from flexattn.bench.older_torch import prepare_torchtitan
 
 WORST = 2.0
 ROUNDS = 8
@@ -38,24 +43,35 @@ class Sizes(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """The same model on each attention, and a call that returns its results."""
+    """The same model on each attention, a call that returns its results, and a call that returns them in float32."""
 
     models: dict[str, nn.Module]
     run: Callable[[nn.Module], Tensor]
+    exact: Callable[[], Tensor]
+    attention: str  # the package's own
 
 
 def _numbers(sizes: Sizes, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(sizes.device)
 
 
-def _twice(make: Callable[[], nn.Module], switch: Callable[[nn.Module], object]) -> dict[str, nn.Module]:
-    """Returns two models with equal weights, of which `switch` moves the second to flexattn."""
-    models = {}
-    for name in (OWN, OURS):
-        torch.manual_seed(0)
-        models[name] = make()
+def _seeded(sizes: Sizes, make: Callable[[], nn.Module]) -> nn.Module:
+    """Returns a model with weights of seed 0, which are drawn on the device: a CPU needs most of a minute for a billion."""
+    torch.manual_seed(0)
+    with torch.device(sizes.device):
+        return make()
+
+
+def _switched(sizes: Sizes, make: Callable[[], nn.Module], switch: Callable[[nn.Module], object]) -> dict[str, nn.Module]:
+    """Returns two models of diffusers with equal weights, of which `switch` moves the second to flexattn."""
+    models = {name: _seeded(sizes, make) for name in (OWN, OURS)}
     switch(models[OURS])
     return models
+
+
+def _in_float32(models: dict[str, nn.Module], run: Callable[[nn.Module], Tensor]) -> Subject:
+    """Returns a subject whose exact results are from the package's own attention in float32."""
+    return Subject(models, run, lambda: run(models[OWN].float()), "scaled_dot_product_attention")
 
 
 def flux(sizes: Sizes) -> Subject:
@@ -89,7 +105,7 @@ def flux(sizes: Sizes) -> Subject:
         out: Tensor = model(**own, **positions, return_dict=False)[0]
         return out
 
-    return Subject(_twice(make, lambda model: model.set_attention_backend("flexattn")), run)  # type: ignore[operator]
+    return _in_float32(_switched(sizes, make, lambda model: model.set_attention_backend("flexattn")), run)  # type: ignore[operator]
 
 
 def unet(sizes: Sizes) -> Subject:
@@ -111,49 +127,63 @@ def unet(sizes: Sizes) -> Subject:
         out: Tensor = model(sample.to(dtype), 10, text.to(dtype), return_dict=False)[0]
         return out
 
-    return Subject(_twice(make, lambda model: model.set_attn_processor(AttnProcessor())), run)  # type: ignore[operator]
+    return _in_float32(_switched(sizes, make, lambda model: model.set_attn_processor(AttnProcessor())), run)  # type: ignore[operator]
 
 
-def llama(sizes: Sizes, attention: str) -> Subject:
-    """torchtitan's Llama 3 8B with 2 of 32 layers: 8,192 tokens of six packed documents."""
+def llama(sizes: Sizes, form: str, published: tuple[int, ...], tiny: tuple[int, ...]) -> Subject:
+    """torchtitan's Llama 3 8B with 2 of 32 layers and 8,016 of 128,256 words: documents of these lengths in a row."""
+    prepare_torchtitan()
+    from torch.nn.attention import current_flash_attention_impl
+    from torchtitan.models.common import attention as titan
     from torchtitan.models.llama3 import model_registry
 
     from flexattn.integrations.torchtitan import convert
 
-    lengths = sizes.of((3072, 256, 1536, 512, 1920, 896), (24, 2, 6))
-    tokens = torch.randint(0, 2048, (1, sum(lengths)), generator=torch.Generator().manual_seed(0)).to(sizes.device)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(sizes.device)
-    names = iter((OWN, OURS))
+    lengths, words = sizes.of(published, tiny), sizes.of(8016, 64)
+    tokens = torch.randint(0, words, (sum(lengths),), generator=torch.Generator().manual_seed(0)).to(sizes.device)
+    positions = torch.cat([torch.arange(n, device=sizes.device) for n in lengths])
+    forms = {"varlen": titan.VarlenAttention, "flex": titan.FlexAttention, "sdpa": titan.ScaledDotProductAttention}
 
-    def make() -> nn.Module:
-        config = model_registry(sizes.of("8B", "debugmodel"), attn_backend=attention).model
+    def build(form: str, is_ours: bool = False) -> nn.Module:
+        config = model_registry(sizes.of("8B", "debugmodel")).model
         config.layers = config.layers[:2]
-        model: nn.Module = (convert(config) if next(names) == OURS else config).build()
-        model.init_states(buffer_device=torch.device("cpu"))  # type: ignore[operator]
+        config.vocab_size = config.tok_embeddings.num_embeddings = config.lm_head.out_features = words
+        for layer in config.layers:
+            layer.attention.inner_attention = forms[form].Config()
+        model: nn.Module = (convert(config) if is_ours else config).build()
+        model.init_states(buffer_device=sizes.device)  # type: ignore[operator]
         return model
 
-    models = _twice(make, lambda model: None)
-    masks = models[OWN].get_attention_masks(positions)  # type: ignore[operator]
-
     def run(model: nn.Module) -> Tensor:
-        out: Tensor = model(tokens, positions, masks)
+        out: Tensor = model(tokens[None], positions[None], masks)
         return out
 
-    return Subject(models, run)
+    def exact() -> Tensor:
+        model = _seeded(sizes, lambda: build("sdpa"))
+        ends = zip(itertools.accumulate(lengths), lengths, strict=True)
+        return torch.cat([model(tokens[None, end - n : end], positions[None, end - n : end]) for end, n in ends], 1)
+
+    models = {OWN: _seeded(sizes, lambda: build(form)), OURS: _seeded(sizes, lambda: build(form, is_ours=True))}
+    masks = None if form == "sdpa" else models[OWN].get_attention_masks(positions[None])  # type: ignore[operator]
+    varlen = f"varlen_attn, {current_flash_attention_impl() or 'FA2'}"
+    own = {"sdpa": "scaled_dot_product_attention", "flex": "flex_attention, max_autotune", "varlen": varlen}
+    return Subject(models, run, exact, own[form])
 
 
+DOCUMENTS = (3072, 256, 1536, 512, 1920, 896), (24, 2, 6)
 SUBJECTS: dict[str, Callable[[Sizes], Subject]] = {
     "FLUX.1": flux,
     "Stable Diffusion 1.5": unet,
-    "Llama 3 8B, packed": lambda sizes: llama(sizes, "varlen"),
-    "Llama 3 8B, packed, flex": lambda sizes: llama(sizes, "flex"),
+    "Llama 3 8B": lambda sizes: llama(sizes, "sdpa", (8192,), (32,)),
+    "Llama 3 8B, packed": lambda sizes: llama(sizes, "varlen", *DOCUMENTS),
+    "Llama 3 8B, packed, flex": lambda sizes: llama(sizes, "flex", *DOCUMENTS),
 }
 
 
 def error_of(subject: Subject) -> float:
-    """Returns the largest error of flexattn's results in bfloat16 over that of the package's own, against its own in float32."""
+    """Returns the largest error of flexattn's results in bfloat16 over that of the package's own, against float32."""
     with torch.no_grad():
-        exact = subject.run(subject.models[OWN].float()).float()
+        exact = subject.exact()
         off = {name: (subject.run(model.bfloat16()).float() - exact).abs().max().item() for name, model in subject.models.items()}
     return off[OURS] / off[OWN]
 
@@ -183,24 +213,25 @@ def timed(subject: Subject) -> Iterator[Row]:
             yield {"direction": direction, "implementation": name, "speed": times[OWN]["ms"] / taken["ms"]} | taken
 
 
-def measure(sizes: Sizes) -> Iterator[Row]:
-    """Yields a row for each model, direction and implementation, with the status measured, wrong or refused."""
-    for name, make in SUBJECTS.items():
-        row: Row = {"model": name}
-        try:
-            subject = make(sizes)
-            for model in subject.models.values():
-                model.to(sizes.device)
-            error = error_of(subject)
-        except Exception as e:  # the packages raise errors of any kind if versions differ
-            yield row | {"status": "refused", "reason": f"{type(e).__name__}: {e}"[:200]}
-            continue
+def rows_of(make: Callable[[Sizes], Subject], sizes: Sizes) -> Iterator[Row]:
+    """Yields the rows of one model, with the status measured, wrong or refused."""
+    try:
+        subject = make(sizes)
+        error = error_of(subject)
         if not error <= WORST:
-            yield row | {"status": "wrong", "implementation": OURS, "error": error}
-            continue
+            yield {"status": "wrong", "implementation": OURS, "error": error}
+            return
         for times in timed(subject):
-            yield row | {"status": "measured", "error": error} | times
-        del subject
+            yield {"status": "measured", "own": subject.attention, "error": error} | times
+    except Exception as e:  # the packages raise errors of any kind if versions differ
+        yield {"status": "refused", "reason": f"{type(e).__name__}: {e}"[:200]}
+
+
+def measure(sizes: Sizes) -> Iterator[Row]:
+    """Yields a row for each model, direction and implementation."""
+    for name, make in SUBJECTS.items():
+        for row in rows_of(make, sizes):
+            yield {"model": name} | row
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -7,26 +7,45 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("diffusers", reason="needs diffusers, whose models are measured")
-
-from flexattn.bench import package_models
-from flexattn.bench.package_models import OURS, SUBJECTS, Sizes
+from flexattn.bench import older_torch, package_models
+from flexattn.bench.package_models import OURS, OWN, SUBJECTS, Sizes
 
 TINY = Sizes(is_tiny=True, device=torch.device("cpu"))
+LLAMAS = [name for name in SUBJECTS if "Llama" in name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FLUX.1", "Stable Diffusion 1.5"])
+@pytest.mark.parametrize("name", ["FLUX.1", "Stable Diffusion 1.5", "Llama 3 8B"])
 def test_flexattn_passes_the_check(name: str) -> None:
+    pytest.importorskip("torchtitan" if name in LLAMAS else "diffusers", reason="needs the package whose models are measured")
     subject = SUBJECTS[name](TINY)
     assert package_models.error_of(subject) < package_models.WORST
     _step(subject)
 
 
 @pytest.mark.slow
-def test_llama_trains() -> None:
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llama_computes_one_document_after_the_other(name: str) -> None:
     pytest.importorskip("torchtitan", reason="needs torchtitan, whose own attention needs a GPU or a compiler")
-    _step(SUBJECTS["Llama 3 8B, packed"](TINY))
+    subject = SUBJECTS[name](TINY)
+    with torch.no_grad():
+        torch.testing.assert_close(subject.run(subject.models[OURS]), subject.exact(), atol=1e-4, rtol=0)
+    weights = [dict(model.named_parameters()) for model in subject.models.values()]
+    torch.testing.assert_close(*weights, atol=0, rtol=0)
+    for name, package in ((OWN, "torchtitan"), (OURS, "flexattn")):
+        inner = [module for path, module in subject.models[name].named_modules() if path.endswith("inner_attention")]
+        assert {type(module).__module__.split(".")[0] for module in inner} == {package}
+    _step(subject)
+
+
+def test_a_stand_in_drops_the_keywords_alone_that_an_older_torch_lacks() -> None:
+    def older(x: int, *, scale: int = 1) -> int:
+        return x * scale
+
+    call = older_torch.without_unknown(older, frozenset({"scale", "num_splits"}))
+    assert call(2, scale=3, num_splits=1) == 6
+    with pytest.raises(TypeError, match="window_size"):
+        call(2, window_size=1)
 
 
 def _step(subject: package_models.Subject) -> None:
@@ -36,6 +55,8 @@ def _step(subject: package_models.Subject) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_model_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers", reason="needs diffusers, whose model is spoilt")
+
     def spoilt(sizes: Sizes) -> package_models.Subject:
         subject = package_models.flux(sizes)
         ours = subject.models[OURS]
@@ -43,6 +64,19 @@ def test_a_wrong_model_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(package_models, "SUBJECTS", {"FLUX.1": spoilt})
     assert [row["status"] for row in package_models.measure(TINY)] == ["wrong"]
+
+
+def test_a_model_that_fails_while_it_is_timed_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(subject: package_models.Subject) -> None:
+        raise RuntimeError("no kernel")
+
+    subject = package_models.Subject({}, lambda model: torch.ones(1), lambda: torch.ones(1), "")
+    monkeypatch.setattr(package_models, "SUBJECTS", dict.fromkeys(("first", "second"), lambda sizes: subject))
+    monkeypatch.setattr(package_models, "error_of", lambda subject: 1.0)
+    monkeypatch.setattr(package_models, "timed", fail)
+    rows = list(package_models.measure(TINY))
+    assert [(row["model"], row["status"]) for row in rows] == [("first", "refused"), ("second", "refused")]
+    assert "no kernel" in rows[0]["reason"]
 
 
 def test_a_missing_package_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
