@@ -178,7 +178,7 @@ class AttnProcessor:
         mask = None
         if attention_mask is not None:
             mask = attn.prepare_attention_mask(attention_mask, tokens, batch)
-            mask = mask.unflatten(0, (batch, attn.heads))
+            mask = mask.reshape(batch, attn.heads, -1, mask.shape[-1])
         if attn.group_norm is not None:
             x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
         context = x if encoder_hidden_states is None else encoder_hidden_states

@@ -14,6 +14,7 @@ pytest.importorskip("diffusers", reason="needs diffusers")
 
 import diffusers
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend, dispatch_attention_fn
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
 from flexattn.integrations.diffusers import AttnProcessor, register
 from tests.conftest import FreshPython
@@ -170,6 +171,18 @@ def test_a_unet_with_the_processor_equals_its_own() -> None:
     for expected, found in zip(*results, strict=True):
         if expected is not None:
             _assert_near(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2), (2, 2, 2), (4, 2)], ids=str)
+def test_the_processor_reads_masks_of_every_shape(shape: tuple[int, ...]) -> None:
+    module = Attention(16, heads=2, dim_head=8).double()
+    mask = torch.zeros(shape, dtype=torch.float64)
+    mask.flatten(1)[0, 0] = -1e4
+    results = []
+    for processor in (AttnProcessor2_0(), AttnProcessor()):
+        module.set_processor(processor)
+        results.append(module(_numbers(2, 2, 16), attention_mask=mask))
+    torch.testing.assert_close(*results, **EXACT)
 
 
 @pytest.mark.slow

@@ -104,6 +104,15 @@ def test_rows_and_left_padding(case, options, has_leftpad, has_batch_idx):
     assert torch.equal(v_cache, before[1])
 
 
+@pytest.mark.parametrize("function", [fa.flash_attn_with_kvcache, flash_attn_3.flash_attn_with_kvcache])
+def test_padding_longer_than_a_sequence_hides_it_alone(case, function):
+    q, k_cache, v_cache, _, _ = case
+    ends, starts = (torch.tensor(x, dtype=torch.int32) for x in ([3, 6], [5, 2]))
+    out = function(q, k_cache, v_cache, cache_seqlens=ends, cache_leftpad=starts)
+    close(out[0], torch.zeros_like(out[0]))
+    close(out[1], reference(q[1], k_cache[1, 2:6], v_cache[1, 2:6])[0])
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}], ids=str)
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("r", [16, D])

@@ -152,7 +152,9 @@ def attend(
     k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
     check_room(cache, 0)
     # A sequence ends with its row, because another sequence may follow.
-    lengths = (cache.end if cache.table is not None else cache.end.clamp_max(s)) - cache.start
+    lengths = cache.end if cache.table is not None else cache.end.clamp_max(s)
+    if cache.has_starts:  # a sequence that begins behind its end has no keys
+        lengths = (lengths - cache.start).clamp_min(0)
     layout: dict[str, Any] = {"qkv_format": "thd_2bshd", "page_table": cache.table}
     if cache.table is None:
         # Repeated rows cannot be slots of one packed tensor, because slots must not overlap.
