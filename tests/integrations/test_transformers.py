@@ -160,6 +160,23 @@ def test_a_mask_shows_the_keys_that_sdpas_shows(name: str, offsets: tuple[int, i
     assert not got[~row_sees].any()
 
 
+@pytest.mark.parametrize("case", ["padding", "ids that return", "ids that fall", "queries behind a cache"])
+def test_tokens_of_one_id_see_each_other(case: str) -> None:
+    ids = torch.arange(S).expand(B, S) // 5
+    ids = {"ids that return": ids % 2, "ids that fall": -ids}.get(case, ids)
+    sq = 6 if case == "queries behind a cache" else S
+    options: dict[str, Any] = {"attention_mask": torch.arange(S) < torch.tensor([[9], [S]])} if case == "padding" else {}
+    options["mask_function"] = masking_utils.packed_sequence_mask_function(ids)
+    mask = attention_mask(B, sq, S, S - sq, **options)
+    assert isinstance(mask, Visible)
+    assert (mask.packed is None) == (case != "ids that fall")
+    seen = masking_utils.sdpa_mask(B, sq, S, S - sq, **options, allow_is_causal_skip=False)
+    row_sees = seen.any(-1)[:, 0]
+    qkv = _qkv(sq=sq)
+    got, wanted = _ours(qkv, mask), _dense(qkv, seen | ~row_sees[:, None, :, None])
+    _same_with_gradients(got[row_sees], wanted[row_sees], qkv)
+
+
 @pytest.mark.parametrize("name", ["causal", "window", "own"])
 def test_a_static_cache_hides_the_slots_that_nothing_was_written_to(name: str) -> None:
     options = {"mask_function": _function(name), "use_vmap": name == "own"}

@@ -168,6 +168,8 @@ def attention_mask(
         pattern = recognize(mask_function)
         if pattern is None and torch.compiler.is_compiling() and allow_is_bidirectional_skip and local_size is not None:
             pattern = Pattern(local_size, local_size)  # only this mask allows both; Dynamo hides its abs()
+        if pattern is not None and pattern.sequences is not None:
+            pattern = pattern if padding is None and _are_runs(pattern.sequences, q_length, kv_length) else None
         if pattern is not None:
             keys = _usable_keys(pattern, q_length, kv_length, q_offset - kv_offset)
     is_extended = getattr(config, "model_type", None) in _EXTENDED
@@ -218,9 +220,17 @@ def _to_visible(pattern: Pattern, shape: tuple[int, int, int, int], keys: int, p
     left = -1 if pattern.left is None or pattern.left >= keys - 1 else pattern.left
     right = -1 if pattern.right is None else pattern.right
     band = Band("causal_bottom_right" if pattern.is_causal else "no_mask", (left, right))
-    if pattern.sequences is not None:  # transformers only looks for sequences without padding
+    if pattern.sequences is not None:
         return Visible(shape, keys, band, packed=_packed(pattern.sequences.expand(shape[0], -1)))
     return Visible(shape, keys, band, padding=padding)
+
+
+def _are_runs(ids: Tensor, q_length: int, kv_length: int) -> bool:
+    """Returns whether ids [b, s] are of all queries and keys, with equal ids side by side; waits for the device."""
+    if is_traced() or not ids.shape[-1] == q_length == kv_length:
+        return False
+    runs, kinds = ((x.diff() != 0).sum(-1) for x in (ids, ids.sort(-1).values))
+    return bool((runs == kinds).all())
 
 
 def _packed(ids: Tensor) -> Packed:
@@ -228,7 +238,7 @@ def _packed(ids: Tensor) -> Packed:
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=ids.numel()).to(torch.int32)
-    return Packed(cu_seqlens, None if is_traced() else int(cu_seqlens.diff().max()))
+    return Packed(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
 def _from_positions(mask_function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> MaskFunction:
