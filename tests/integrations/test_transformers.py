@@ -177,6 +177,22 @@ def test_tokens_of_one_id_see_each_other(case: str) -> None:
     _same_with_gradients(got[row_sees], wanted[row_sees], qkv)
 
 
+@pytest.mark.parametrize("agrees", [False, True])
+def test_offsets_separate_tokens_in_addition_to_a_mask_of_packed_sequences(agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.arange(S).expand(B, S) // 8
+    function = masking_utils.packed_sequence_mask_function(ids)
+    mask = attention_mask(B, S, S, mask_function=function)
+    seen = masking_utils.sdpa_mask(B, S, S, mask_function=function, allow_is_causal_skip=False)
+    offsets = torch.arange(0, B * S + 1, 8 if agrees else 12, dtype=torch.int32)
+    same = torch.bucketize(torch.arange(B * S), offsets[1:], right=True).view(B, S)
+    qkv = _qkv()
+    if agrees:  # one packed call, without a mask function
+        monkeypatch.setattr("flexattn.integrations.transformers.forward._separate", None)
+    for _ in range(2):  # layers
+        got = _ours(qkv, mask, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=12, max_length_k=12)
+        _same_with_gradients(got, _dense(qkv, seen & (same[:, None, :, None] == same[:, None, None])), qkv)
+
+
 @pytest.mark.parametrize("name", ["causal", "window", "own"])
 def test_a_static_cache_hides_the_slots_that_nothing_was_written_to(name: str) -> None:
     options = {"mask_function": _function(name), "use_vmap": name == "own"}

@@ -107,7 +107,10 @@ def attention_forward(
                 "attention_mask is a BlockMask and comes with cu_seq_lens_q and cu_seq_lens_k; accepted: one of the two; to "
                 "separate sequences, use the mask_mod of the BlockMask"
             )
-        mask_arguments = mask_arguments._replace(packed=_packed(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
+        packed = _packed(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        if mask_arguments.packed is not None and not (isinstance(attention_mask, Visible) and attention_mask.has_offsets(packed)):
+            mask_arguments = mask_arguments._replace(mask_mod=_separate(mask_arguments.packed, mask_arguments.mask_mod, query, key))
+        mask_arguments = mask_arguments._replace(packed=packed)
     selection = selection_of(module, indices, block_indices, key, value)
     if selection is not None:
         if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1:

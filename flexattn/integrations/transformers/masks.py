@@ -53,6 +53,7 @@ class Visible:
     shown: MaskFunction | None = None
     padding: Tensor | None = None
     packed: Packed | None = None
+    agreed: list[Tensor] = dataclasses.field(default_factory=list)  # offsets that `has_offsets` found equal
     ndim: ClassVar[int] = 4
 
     @property
@@ -65,6 +66,15 @@ class Visible:
             return lambda b, h, q_idx, kv_idx: padding[b, kv_idx]
         return lambda b, h, q_idx, kv_idx: shown(b, h, q_idx, kv_idx) & padding[b, kv_idx]
 
+    def has_offsets(self, others: tuple[Packed, Packed]) -> bool:
+        """Returns whether sequences of queries and keys are those of `packed`. The first layer that asks waits for the device."""
+        if self.packed is None or is_traced():
+            return False
+        own, offsets = self.packed.cu_seqlens, [x.cu_seqlens for x in others]
+        if not self.agreed or any(x is not y for x, y in zip(offsets, self.agreed, strict=True)):
+            self.agreed = offsets if all(x.shape == own.shape and bool((x == own).all()) for x in offsets) else []
+        return bool(self.agreed)
+
     def to(self, device: torch.device | str | int, **options: Any) -> Visible:
         """Returns the mask with its tensors on another device, for models split over several GPUs; `shown` is unchanged.
 
@@ -76,7 +86,7 @@ class Visible:
         packed = None
         if self.packed is not None:
             packed = self.packed._replace(cu_seqlens=self.packed.cu_seqlens.to(device, **options))
-        return dataclasses.replace(self, padding=padding, packed=packed)
+        return dataclasses.replace(self, padding=padding, packed=packed, agreed=[])
 
     def contiguous(self) -> Visible:
         """Returns the mask itself; transformers calls it on any mask that generate() makes in advance."""
