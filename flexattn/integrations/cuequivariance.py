@@ -65,6 +65,7 @@ def triangle_attention(
     _check("bias", bias, (lead[0], 1, q.shape[2], queries, keys), "[B, 1, H, Sq, Skv]")
     if bias.dtype not in (q.dtype, torch.float32):
         bias = bias.float()
+    bias = bias[: lead[0] if lead[1] else 0]  # one for each batch entry, of which there are none without rows
     call: dict[str, Any] = {"bias": bias[:, 0], "softmax_scale": scale}
     if mask is not None and kv_lengths is not None:
         raise ValueError("mask and kv_lengths are given. Pass one of them: a mask may hide the keys beyond each length too.")

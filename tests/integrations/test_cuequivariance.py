@@ -79,6 +79,15 @@ def _both(leaves: list[Tensor], mask: Tensor | None, dout: Tensor) -> list[Tenso
     return [t.detach() for t in results] + list(torch.autograd.grad(results[0], leaves, dout.to(results[0].dtype)))
 
 
+def test_a_pair_representation_without_rows() -> None:
+    q, k, v, bias = (x.detach() for x in inputs())
+    bias.requires_grad_()
+    out = triangle_attention(q[:, :0], k[:, :0], v[:, :0], bias)
+    assert out.shape == (B, 0, H, SQ, D)
+    [dbias] = torch.autograd.grad(out.sum(), bias)
+    assert not dbias.any()
+
+
 @pytest.mark.parametrize("dims", [4, 3])
 def test_missing_dims_are_added_in_front(dims: int) -> None:
     """As cuEquivariance does, whose result keeps them."""

@@ -113,6 +113,14 @@ def test_padding_longer_than_a_sequence_hides_it_alone(case, function):
     close(out[1], reference(q[1], k_cache[1, 2:6], v_cache[1, 2:6])[0])
 
 
+@pytest.mark.parametrize("function", [fa.flash_attn_with_kvcache, flash_attn_3.flash_attn_with_kvcache])
+@pytest.mark.parametrize(("b", "sq"), [(0, 2), (B, 0)])
+def test_no_sequences_and_no_queries(case, function, b, sq):
+    q, k_cache, v_cache, k, v = case
+    out, lse, *_ = function(q[:b, :sq], k_cache, v_cache, k[:b], v[:b], cache_seqlens=3, return_softmax_lse=True)
+    assert (tuple(out.shape), tuple(lse.shape)) == ((b, sq, H, D), (b, H, sq))
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}], ids=str)
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("r", [16, D])

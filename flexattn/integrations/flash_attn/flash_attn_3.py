@@ -293,7 +293,7 @@ def flash_attn_with_kvcache(
     longest = max_seqlen_q if cu_seqlens_q is not None else q.shape[1]
     out, lse = kv_cache.attend(queries.values, starts_q, longest, cache, options, **extra_arguments)
     if cu_seqlens_q is None:
-        out, lse = out.view(*q.shape[:2], *out.shape[1:]), lse.view(-1, *q.shape[:2]).transpose(0, 1)
+        out, lse = out.view(*q.shape[:2], *out.shape[1:]), lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 

@@ -249,4 +249,4 @@ def flash_attn_with_kvcache(
     cu_seqlens_q = torch.arange(b + 1, dtype=torch.int32, device=q.device) * sq
     out, lse = kv_cache.attend(queries, cu_seqlens_q, sq, cache, options)
     out = out.view(b, sq, *out.shape[1:])
-    return (out, _lse(lse).view(-1, b, sq).transpose(0, 1)) if return_softmax_lse else out
+    return (out, _lse(lse).view(q.shape[2], b, sq).transpose(0, 1)) if return_softmax_lse else out
