@@ -172,7 +172,7 @@ def test_combine(qkv):
     q, k, v = qkv
     parts = [fa3.flash_attn_func(q, k[:, keys], v[:, keys], return_attn_probs=True) for keys in (slice(0, 4), slice(4, 9))]
     lse = [lse.transpose(1, 2) for _, lse in parts]
-    nothing = torch.zeros_like(parts[0][0]), torch.full_like(lse[0], -math.inf)
+    nothing = torch.full_like(parts[0][0], math.nan), torch.full_like(lse[0], -math.inf)
     right, right_lse = reference(q, k, v, band_of(5, 9))
     results = torch.stack([parts[0][0], parts[1][0], nothing[0]]), torch.stack([*lse, nothing[1]])
     out, total = fa3.flash_attn_combine(*results)
@@ -182,6 +182,9 @@ def test_combine(qkv):
     assert fa3.flash_attn_combine(results[0].detach(), results[1].detach(), written)[0] is written
     assert torch.equal(written, out.detach().bfloat16())
     assert fa3.flash_attn_combine(*results, out_dtype=torch.float16)[0].dtype == torch.float16
+    in_16_bits = results[0].detach().bfloat16(), results[1].detach().bfloat16()
+    wanted = fa3.flash_attn_combine(*(x.float() for x in in_16_bits))[0]
+    assert torch.equal(fa3.flash_attn_combine(*in_16_bits, torch.empty_like(wanted))[0], wanted)
     out, total = fa3.flash_attn_combine(*(t[None].repeat(2, *[1] * t.dim()) for t in nothing))
     assert (out == 0).all()
     assert (total == -math.inf).all()

@@ -304,9 +304,10 @@ def flash_attn_combine(
 
     Args:
         out_partial: [parts, b, sq, h, d_v], the partial results.
-        lse_partial: float32 [parts, b, sq, h], the logarithms of their softmax denominators.
+        lse_partial: float32 [parts, b, sq, h], the logarithms of their softmax denominators. Where one is -inf, out_partial is not
+            read.
         out: [b, sq, h, d_v], the result's destination. None: a new tensor.
-        out_dtype: out's dtype; None is out_partial's.
+        out_dtype: the dtype of a new tensor; None is out_partial's.
     """
     tokens = "b s" if isinstance(out_partial, Tensor) and out_partial.dim() == 5 else "t"
     check_fit(
@@ -317,12 +318,15 @@ def flash_attn_combine(
     for name, t in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out)):
         if t is not None and (not t.is_floating_point() or (name == "lse_partial" and t.dtype.itemsize == 1)):
             raise TypeError(f"{name} is {describe(t)}; accepted: a floating dtype")
-    largest = lse_partial.amax(0).clamp_min(torch.finfo(lse_partial.dtype).min)  # avoids nan if a part has no keys
+    wide = torch.float64 if torch.float64 in (out_partial.dtype, lse_partial.dtype) else torch.float32
+    lse_partial = lse_partial.to(wide)
+    largest = lse_partial.amax(0).clamp_min(torch.finfo(wide).min)  # avoids nan if a part has no keys
     weights = (lse_partial - largest).exp()
     total = weights.sum(0)
-    combined = (out_partial.to(lse_partial.dtype) * weights[..., None]).sum(0) / total.masked_fill(total == 0.0, 1.0)[..., None]
+    parts = out_partial.to(wide).masked_fill(weights[..., None] == 0.0, 0.0)  # a part without keys may be nan, as in FlashAttention
+    combined = (parts * weights[..., None]).sum(0) / total.masked_fill(total == 0.0, 1.0)[..., None]
     lse = (total.log() + largest).masked_fill(total == 0.0, -math.inf)
-    combined = combined.to(out_dtype or out_partial.dtype)
+    combined = combined.to((out_dtype or out_partial.dtype) if out is None else out.dtype)
     return (combined if out is None else out.copy_(combined)), lse
 
 
