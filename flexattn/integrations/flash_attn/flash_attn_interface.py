@@ -222,8 +222,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int32 [b], the row of each sequence. The rows are copied for the read. None: 0, 1, ...
         cache_leftpad: int32 [b], each sequence's start in its row. None: 0.
         block_table: int32 [b, columns], the pages of each sequence. k_cache and v_cache are then [pages, page_size, h_k, d] and
-            [pages, page_size, h_k, d_v]. cache_batch_idx picks rows of the table, and cache_leftpad is applied as a mask.
-            None: rows.
+            [pages, page_size, h_k, d_v]. cache_batch_idx picks rows of the table. cache_leftpad is applied as a mask, so that keys
+            and values before it must be finite. None: rows.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
         rotary_interleaved: if True, dims 0 and 1, 2 and 3, ... are rotated together, else 0 and r / 2, 1 and r / 2 + 1, ...
         num_splits: ignored; flexattn chooses it.
