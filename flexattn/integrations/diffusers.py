@@ -161,6 +161,7 @@ class AttnProcessor:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
+        image_rotary_emb: object = None,
     ) -> Tensor:
         """Returns the module's result, of hidden_states' shape.
 
@@ -170,7 +171,16 @@ class AttnProcessor:
             encoder_hidden_states: tokens that the keys and values are made of. None: hidden_states.
             attention_mask: as `Attention.prepare_attention_mask` accepts it.
             temb: the embedding of the time step, which a spatial norm reads.
+            image_rotary_emb: must be None.
+
+        Raises:
+            NotImplementedError: if the module has keys of its own for the context, or if image_rotary_emb is passed.
         """
+        if attn.add_k_proj is not None or image_rotary_emb is not None:
+            reason = "image_rotary_emb is passed" if attn.add_k_proj is None else "the module has add_k_proj"
+            raise NotImplementedError(
+                f"{reason}, which AttnProcessor does not read; accepted: the model's processor for this module"
+            )
         x = hidden_states if attn.spatial_norm is None else attn.spatial_norm(hidden_states, temb)
         if hidden_states.dim() == 4:
             x = x.flatten(2).transpose(1, 2)

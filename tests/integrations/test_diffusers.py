@@ -185,6 +185,13 @@ def test_the_processor_reads_masks_of_every_shape(shape: tuple[int, ...]) -> Non
     torch.testing.assert_close(*results, **EXACT)
 
 
+@pytest.mark.parametrize(("module", "call"), [({"added_kv_proj_dim": 16}, {}), ({}, {"image_rotary_emb": torch.ones(2, 8)})])
+def test_the_processor_refuses_parts_that_it_does_not_read(module: dict[str, Any], call: dict[str, Any]) -> None:
+    attention = Attention(16, heads=2, dim_head=8, processor=AttnProcessor(), **module)
+    with pytest.raises(NotImplementedError, match=f"{'add_k_proj' if module else 'image_rotary_emb'}.*accepted: the model's"):
+        attention(torch.ones(2, 2, 16), **call)
+
+
 @pytest.mark.slow
 def test_a_compiled_call_has_no_graph_break() -> None:
     q, k, v = (_numbers(B, S, H, D, seed=seed) for seed in range(3))
