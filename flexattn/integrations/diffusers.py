@@ -51,6 +51,7 @@ def register() -> None:
         return
     member: Any = str.__new__(names, NAME)
     member._name_, member._value_, member._sort_order_ = NAME.upper(), NAME, len(names)
+    type.__setattr__(names, member._name_, member)  # Python 3.12 finds members there alone
     names._member_names_.append(member._name_)
     names._member_map_[member._name_] = names._value2member_map_[NAME] = member
     registry.register(member, supports_context_parallel=True)(_attention)
