@@ -125,6 +125,9 @@ def _forward(
         )
     if call.attn_mask is not None and call.attn_mask.requires_grad:
         raise ValueError("attn_mask requires a gradient with context parallelism; accepted: a mask without")
+    from flexattn.distributed.whole_call import cast_for_autocast
+
+    query, key, value = cast_for_autocast(query, key, value)  # the backward runs outside of autocast
     options = _options(query, key, call)
     out, lse = attention(query, key, value, return_lse=True, **options)
     if _save_ctx:
@@ -145,7 +148,8 @@ def _backward(
     """Returns the gradients of query, key and value. A step of a ring passes tensors in place of the saved ones."""
     saved = ctx.saved_tensors
     q, k, v, o, statistics = (x if y is None else y for x, y in zip(saved, (query, key, value, out, lse), strict=True))
-    gradients = attention_backward(grad_out, q, k, v, o, statistics.transpose(1, 2).to(saved[-1].dtype), **ctx.flexattn_options)
+    dout, o, statistics = grad_out.to(q.dtype), o.to(q.dtype), statistics.transpose(1, 2).to(saved[-1].dtype)
+    gradients = attention_backward(dout, q, k, v, o, statistics, **ctx.flexattn_options)
     return gradients.dq, gradients.dk, gradients.dv
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import diffusers
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
+from flexattn.integrations import diffusers as door
 from flexattn.integrations.diffusers import AttnProcessor, register
 from tests.conftest import FreshPython
 from tests.support.ranks import run_ranks
@@ -268,6 +270,31 @@ def test_the_environment_selects_it(fresh_python: FreshPython) -> None:
     )
     result = fresh_python("-c", code, env={"DIFFUSERS_ATTN_BACKEND": "flexattn"})
     assert result.stdout.split() == ["flexattn"], result.stderr
+
+
+class _Context:
+    """Context of an autograd.Function."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("is_ring", [False, True])
+def test_a_rank_under_autocast_has_the_gradients_of_a_call(is_ring: bool) -> None:
+    leaves = [_numbers(B, S, H, D, seed=seed).float().requires_grad_() for seed in range(3)]
+    context, config = _Context(), SimpleNamespace(context_parallel_config=SimpleNamespace(ring_degree=1))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = dispatch_attention_fn(*leaves, backend="flexattn")
+        with torch.no_grad():
+            out, lse = door._forward(context, *leaves, None, 0.0, False, None, False, True, _save_ctx=True, _parallel_config=config)
+    assert torch.equal(out, expected)
+    # diffusers' ring passes its own tensors, out in query's dtype and lse of all ranks
+    q, k, v = context.saved_tensors[:3]
+    others = {"query": q, "key": k, "value": v, "out": out.float(), "lse": lse} if is_ring else {}
+    dout = torch.ones_like(out)
+    gradients = door._backward(context, dout.float() if is_ring else dout, **others)
+    for found, wanted in zip(gradients, torch.autograd.grad(expected, leaves, dout), strict=True):
+        torch.testing.assert_close(found.float(), wanted, atol=2**-7 * float(wanted.abs().max()), rtol=0)
 
 
 @pytest.mark.slow
