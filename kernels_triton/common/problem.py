@@ -742,8 +742,9 @@ def are_first_columns(v: Tensor, k: Tensor) -> bool:
 
 
 def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
-    # 8 elements of a 16-bit type are 16 bytes, the widest load; of FP8 it is 16 elements
-    strides = [stride for x in tensors for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
+    # 8 elements of a 16-bit type are 16 bytes, the widest load; of FP8 it is 16 elements. An empty tensor may have any strides.
+    each = (zip(x.shape[:-1], x.stride(), strict=False) for x in tensors if x.numel())
+    strides = [stride for dims in each for size, stride in dims if size != 1]
     divisor = math.gcd(*strides)  # 0 if there are no strides
     return 16 if is_fp8 and divisor % 16 == 0 else 8 if divisor % 8 == 0 else 1
 

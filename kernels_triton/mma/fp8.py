@@ -51,7 +51,11 @@ class HeadScales(NamedTuple):
 
 def words(x: Tensor) -> Tensor:
     """Returns a tensor in FP8 as words of two numbers, and one in 16 bits itself."""
-    return x.view(torch.int16) if x.element_size() == 1 else x
+    if x.element_size() > 1:
+        return x
+    # A dim of one entry may have an odd stride, which a view of wider elements would refuse.
+    steps = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, steps).view(torch.int16)
 
 
 @gluon.constexpr_function

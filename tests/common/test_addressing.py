@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.runtime.device import Tile
 
 FAR = 2**30 + 64  # elements from one row to the next: the third row is past 2**31
 
@@ -26,6 +28,15 @@ def far_apart(shape: tuple[int, int, int], device: str) -> Tensor:
         memory = torch.zeros(elements, dtype=torch.float16, device=device)
     x = memory.as_strided((1, tokens, heads, dim), (tokens * FAR, FAR, dim, 1), first)
     return x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def test_strides_without_an_effect_do_not_count() -> None:
+    """Strides of an empty tensor, or of a dim of one entry, leave kernels their wide loads."""
+    x = torch.zeros(2, 5, 2, 64, dtype=torch.bfloat16)
+    for q in (x[:, :0].as_strided((2, 0, 2, 64), (1, 1, 1, 1)), x[:1].as_strided((1, 5, 2, 64), (1, 128, 64, 1))):
+        assert Problem(q, x[: len(q)], x[: len(q)], softmax_scale=1.0).meta(Tile(64, 64, 4, 2)).ALIGN == 8
+    odd = x.as_strided((2, 4, 1, 64), (640, 129, 64, 1))
+    assert Problem(odd, x, x, softmax_scale=1.0).meta(Tile(64, 64, 4, 2)).ALIGN == 1
 
 
 def test_rows_that_are_far_apart(device: str) -> None:

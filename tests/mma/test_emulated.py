@@ -18,9 +18,11 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.functional import bind_call
+from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.mma import conditions, copies
 from flexattn.kernels_triton.mma import forward as mma_forward
+from flexattn.kernels_triton.mma.tiles import forward_tile
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import spec_to_run
@@ -47,6 +49,12 @@ from tests.support.inject import assign, drop, kernels_with, with_argument
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}  # bytes of shared memory of a program
 
 
+def reused_bytes(problem: Problem, capability: int) -> int:
+    """Returns the bytes of q's tile if registers hold q: the compiler gives its memory to k and v, and the emulator does not."""
+    tile = forward_tile(problem, capability)
+    return tile.block_m * tile.head_dim_qk * problem.q.element_size() if tile.holds_q else 0
+
+
 def run(
     seed: int,
     spec: AttentionSpec,
@@ -64,7 +72,7 @@ def run(
             assert conditions.forward_unsupported(problem, rows) is None
             kernels.mma_forward(problem, rows, lse, max_logit if spec.return_max_logit else None, splits=splits)
     report = reports["_attn_fwd_mma_kernel"]
-    assert report.shared_bytes <= LIMITS[capability]
+    assert report.shared_bytes - reused_bytes(problem, capability) <= LIMITS[capability]
     if not report.bugs:
         check_results(spec, x, out, lse, max_logit if spec.return_max_logit else None)
     return report
