@@ -434,7 +434,11 @@ class Problem:
             tile = _cut(tile, 64, 64)
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
-        return self.cut(tile)
+        cut = self.cut(tile)
+        if table is FORWARD and self.head_dims <= 256 and cut.block_m < tile.block_m:
+            # Each warp keeps its rows, because more warps would divide columns, and more programs run at once. It was not measured.
+            cut = cut._replace(num_warps=min(tile.num_warps, max(4, tile.num_warps * cut.block_m // tile.block_m)))
+        return cut
 
     def cut(self, tile: Tile) -> Tile:
         """Returns the tile with sides that divide the sides of the block mask's blocks."""

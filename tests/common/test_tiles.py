@@ -20,7 +20,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     request_for,
 )
 from flexattn.kernels_triton.common import tiles as configs
-from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.problem import Backward, BlockLists, Problem
 from flexattn.kernels_triton.common.tiles import select_tile, split_head_dim
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
@@ -298,6 +298,17 @@ def test_the_defect_of_ptxas_is_seen() -> None:
     [report] = compile_beside([request_for(launch, 90)])
     assert set(report.matrix_instructions) == {"HGMMA"}
     assert bool(report.undefined_registers) == (triton.knobs.nvidia.ptxas.version == "12.8"), report.undefined_registers
+
+
+@pytest.mark.parametrize(("block", "tile"), [(128, (128, 32, 8, 3)), (64, (64, 32, 4, 3)), (32, (32, 32, 4, 3))])
+def test_small_blocks_of_a_block_mask_leave_each_warp_of_a_forward_its_rows(block: int, tile: tuple[int, ...]) -> None:
+    counts = torch.zeros(1, 1, 512 // block, dtype=torch.int32)
+    lists = (counts, torch.zeros(1, 1, 512 // block, 512 // block, dtype=torch.int32)) * 4
+    x = torch.zeros(1, 512, 2, 128, dtype=torch.bfloat16)
+    problem = Problem(x, x, x, softmax_scale=1.0, block_mask=BlockLists(*lists, block, block))
+    with pretended_device(90, 132):
+        assert problem.tile(configs.FORWARD)[:4] == tile
+        assert problem.tile(configs.DQ)[2] == problem.without_block_mask().tile(configs.DQ)[2]
 
 
 def test_head_dims_are_split_into_powers_of_two() -> None:
