@@ -36,6 +36,7 @@ class Rule:
     mask: str | tuple[str, ...] | None = None  # see `facts.mask_class`
     dropout: bool | None = None
     bias: bool | None = None
+    listed: bool | None = None  # a block mask is all that changes the scores, and its blocks are multiples of 128
     paged: bool | None = None
     packed: bool | None = None  # sequences have their own lengths
     grouped: bool | None = None  # several query heads share a key head
@@ -213,6 +214,10 @@ def fastest_tile(use: str, facts: Facts) -> str:
 PART_WAVES = 2
 UNEQUAL_PART_WAVES = 4
 """The same for packed batches and block masks, whose programs have unequal work; not measured."""
+# Programs for each multiprocessor in the last section of heads of a backward with a block mask. Trees take 8 % less time than with
+# sections of one size, documents 3 % less to 1 % more, and a causal mask given as a block mask 2 to 4 % more
+# (bench/results/block_masks_backward_h200.json).
+LAST_WAVES = 2
 # A window of 2048 keys or more: with at most WINDOW_WAVES programs for each multiprocessor, four parts take 4 to 17 % less time at
 # head dim 128 and 1 % less at 64. With twice as many programs, or a window of 1024 keys, they take 10 to 18 % more.
 WINDOW_PARTS, WINDOW_WAVES, WIDE_WINDOW = 4, 4, 2048
@@ -630,6 +635,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     # memory is 2 to 5 % faster than they are. If they convert dq, they take 2 to 7 % less time at 128 without a mask, and up to 7 %
     # more with one and at 64.
     Rule(use="sm_90 fused", tile="d64_modified", head_dim=64, dropout=True),
+    # A block mask needs few more registers than none, and takes 3 to 26 % less time than with the tile of modified scores.
+    Rule(use="sm_90 fused", tile="d64", head_dim=64, listed=True, source="block_masks_backward_h200.json"),
     Rule(use="sm_90 fused", tile="d64_modified", head_dim=64, mask=("modified", "loaded")),
     Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, tokens=(None, 511), **_SHORT_OPEN),
     Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="open", queries=(None, 256), keys=(1024, None),

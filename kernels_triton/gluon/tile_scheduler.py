@@ -24,6 +24,8 @@ class Work(NamedTuple):
     heads_per_l2_section: int  # see `swizzle_heads_for_l2`
     walk: Walk | None = None  # for a backward's key blocks
     parts: HeadParts | None = None  # for a backward's key blocks; None: a program visits all query heads of its key head
+    # First head of a last section that is larger than the others; None: there is none, and the last section has the remaining heads
+    last_section: int | None = None
 
 
 @gluon.jit
@@ -70,7 +72,14 @@ def backward_tile(t, num_tiles, work: Work, num_heads, LAST_FIRST: gl.constexpr,
         entry = gl.where(exists, gl.load(work.table_ptr + 2 + gl.where(exists, t, 0)), work.blocks)
         return gl.where(exists, entry % work.blocks, work.blocks), head, gl.where(exists, entry // work.blocks, 0)
     else:
-        block, b_h = swizzle_heads_for_l2(t, work.blocks, num_tiles // work.blocks, work.heads_per_l2_section)
+        heads, section, first = num_tiles // work.blocks, work.heads_per_l2_section, 0
+        if work.last_section is not None:
+            is_last = t >= work.last_section * work.blocks
+            first = gl.where(is_last, work.last_section, 0)
+            heads = gl.where(is_last, heads - first, work.last_section)
+            section = gl.where(is_last, heads, section)
+        block, b_h = swizzle_heads_for_l2(t - first * work.blocks, work.blocks, heads, section)
+        b_h += first
         if LAST_FIRST:
             block = work.blocks - 1 - block
         return block, b_h % num_heads, b_h // num_heads

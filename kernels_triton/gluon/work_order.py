@@ -8,6 +8,7 @@ import torch
 import triton
 
 from flexattn.kernels_triton.common.crossovers import (
+    LAST_WAVES,
     PART_WAVES,
     UNEQUAL_PART_WAVES,
     WIDE_WINDOW,
@@ -169,6 +170,19 @@ def walk_of_call(
     return section, Walk(turn=_WHOLE, wave=_ALL)
 
 
+def last_section(problem: Problem, heads: int, blocks: int, section: int) -> int | None:
+    """Returns the first head of a larger last section for a backward with a block mask; None: all sections are alike.
+
+    Programs of one head may have very unequal work under a block mask. If the longest programs of the last heads began after all
+    others, most multiprocessors would wait for them.
+    """
+    x = problem
+    if x.block_mask is None or x.has_lengths:
+        return None
+    last = cdiv(LAST_WAVES * num_processors(x.device), blocks)
+    return max(0, heads - last) // section * section if last > section else None
+
+
 def backward_work(
     problem: Problem,
     rows: int,
@@ -202,6 +216,7 @@ def backward_work(
         heads_per_l2_section=section,
         walk=walk,
         parts=parts,
+        last_section=last_section(x, x.batch * heads, blocks, section),
     )
     return work, (blocks * x.batch if table is None else table.shape[0] - 2) * heads
 

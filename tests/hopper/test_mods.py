@@ -22,14 +22,17 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.tiles import HOPPER_FUSED
 from flexattn.kernels_triton.gluon import conditions as gluon_conditions
-from flexattn.kernels_triton.gluon import forward_work
+from flexattn.kernels_triton.gluon import forward_work, work_order
+from flexattn.kernels_triton.gluon.work_order import last_section
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
+from flexattn.kernels_triton.runtime.device import num_processors
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import (
@@ -265,6 +268,69 @@ def test_emulated_block_masks_of_persistent_programs(name: str, dim: int) -> Non
     features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **blocks_of(name, 300, 330, 2, "cpu")}
     seed, dims = 5 + list(BLOCK_MASKS).index(name), {"head_dim_qk": dim, "head_dim_v": dim}
     check_emulated(seed, features, ("persistent",), qkv_format="bshd", padding=True, **dims, **inputs)
+
+
+@pytest.mark.slow
+@without_gpu
+@pytest.mark.parametrize("backward", ["split", pytest.param("persistent", marks=pytest.mark.exhaustive)])
+def test_emulated_last_section_of_heads(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_order, "_heads_in_l2", lambda *_: 1)  # a head in each section but the last
+    firsts = []
+
+    def first_head(*arguments: Any) -> int | None:
+        firsts.append(last_section(*arguments))
+        return firsts[-1]
+
+    monkeypatch.setattr(work_order, "last_section", first_head)
+    inputs = {"lengths_q": [300, 300], "lengths_kv": [330, 330], "num_heads": HEADS, "num_heads_kv": 2}
+    features = blocks_of("one for all heads", 300, 330, 2, "cpu")
+    check_emulated(4, features, (backward,), qkv_format="bshd", head_dim_qk=64, head_dim_v=64, **inputs)
+    assert firsts == ([6, 2] if backward == "split" else [2])  # of 8 heads of queries, and of 4 heads of keys
+
+
+@pytest.mark.parametrize(
+    ("features", "block_size", "tile"),
+    [
+        ({}, 128, "d64"),
+        ({}, 256, "d64"),
+        ({}, 64, "d64_modified"),
+        ({"softcap": 5.0}, 128, "d64_modified"),
+        ({"bias_type": "alibi", "alibi_slopes": torch.tensor(SLOPES)}, 128, "d64_modified"),
+        ({"dropout_p": 0.1}, 128, "d64_modified"),
+    ],
+)
+def test_a_block_mask_alone_has_the_tile_of_plain_scores(features: dict[str, Any], block_size: int, tile: str) -> None:
+    blocks = blocks_of("one for all heads", 512, 512, 1, "cpu", block_size)
+    dims = {"head_dim_qk": 64, "head_dim_v": 64}
+    _, spec, x = make_case("cpu", {**blocks, **features}, lengths_q=[512], num_heads=HEADS, num_heads_kv=2, **dims)
+    assert conditions.fused_tile(triton_backend.to_problem(spec, x)) == HOPPER_FUSED[tile]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one for all heads", pytest.param("one a head", marks=pytest.mark.exhaustive)])
+def test_a_block_mask_alone_spills_hardly_anything(name: str) -> None:
+    dims = {"head_dim_qk": 64, "head_dim_v": 64}
+    case = make_case("cpu", blocks_of(name, 512, 512, 1, "cpu"), lengths_q=[512], num_heads=HEADS, num_heads_kv=HEADS, **dims)
+    with recorded_launches() as launches:
+        run(*case, ("one pass",))
+    requests = [
+        request_for(launch, 90) for launch in launches if "bwd" in launch.kernel.__name__ and "hopper" in launch.kernel.__name__
+    ]
+    (report,) = compile_sound(requests)
+    assert report.loop_spill_share <= 0.01
+    assert not report.warnings
+
+
+def test_only_dense_calls_with_a_block_mask_have_a_last_section() -> None:
+    _, spec, x = make_case("cpu", blocks_of("causal", 256, 256, 1, "cpu"), lengths_q=[256], num_heads=HEADS, num_heads_kv=2)
+    dense = triton_backend.to_problem(spec, x)
+    processors = num_processors(dense.device)
+    assert last_section(dense, 64, processors, 1) == 64 - work_order.LAST_WAVES
+    assert last_section(dense, 64, processors, 5) is None
+    assert last_section(dense, 64, 1, 1) == 64 - work_order.LAST_WAVES * processors
+    assert last_section(dense, 2, 1, 1) == 0
+    for other in ({"block_mask": None}, {"seqused_kv": torch.tensor([200], dtype=torch.int32)}):
+        assert last_section(dataclasses.replace(dense, **other), 64, processors, 1) is None
 
 
 def large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> dict[str, Any]:
