@@ -15,7 +15,6 @@ from torch import Tensor
 from flexattn.backward import attention_backward
 from flexattn.function_context import FunctionContext
 from flexattn.functional import attention
-from flexattn.integrations.sdpa import scaled_dot_product_attention
 from flexattn.masks import mask_arguments, mask_dtypes
 
 NAME = "flexattn"
@@ -200,13 +199,12 @@ class AttnProcessor:
         if encoder_hidden_states is not None and attn.norm_cross:
             context = attn.norm_encoder_hidden_states(context)
         q, k, v = (
-            projection(y).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            projection(y).unflatten(-1, (attn.heads, -1))
             for projection, y in ((attn.to_q, x), (attn.to_k, context), (attn.to_v, context))
         )
-        q = q if attn.norm_q is None else attn.norm_q(q)
-        k = k if attn.norm_k is None else attn.norm_k(k)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out = functools.reduce(lambda y, layer: layer(y), attn.to_out, out.transpose(1, 2).flatten(2).to(q.dtype))
+        q, k = (t if norm is None else norm(t.transpose(1, 2)).transpose(1, 2) for norm, t in ((attn.norm_q, q), (attn.norm_k, k)))
+        out = _attention(q, k, v, mask)
+        out = functools.reduce(lambda y, layer: layer(y), attn.to_out, out.flatten(2).to(q.dtype))
         if hidden_states.dim() == 4:
             out = out.transpose(1, 2).reshape(hidden_states.shape)
         if attn.residual_connection:
