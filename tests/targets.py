@@ -190,6 +190,7 @@ def measured(root: Path) -> dict[str, float]:
     return values
 
 
+@functools.cache
 def later_feature(path: Path) -> str | None:
     """Returns the name in LATER of the feature that a file is for, if any."""
     return next((feature for feature, places in LATER.items() if any(path.is_relative_to(place) for place in places)), None)
