@@ -40,7 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
 
 from flexattn.kernels_triton.mods.lowering import compile_source, source_of
@@ -436,6 +436,7 @@ def main(job: str, answer: str) -> None:
 
 def answers_to(requests: Sequence[CompileRequest], workers: int | None = None) -> list[CompileReport | str]:
     """Returns a report or an error message for each request, from forked processes, which need not import torch again."""
+    triton_key()  # a digest of the compiler, which Triton keeps: the processes need not compute it again
     with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(_answer, request) for request in requests]
         return [_outcome(future) for future in futures]

@@ -31,8 +31,8 @@ def check_loops(case: tuple[Any, ...], loops: Sequence[Mapping[str, int]], expec
 
 
 def compile_beside(requests: Sequence[CompileRequest]) -> list[CompileReport]:
-    """Returns the reports of `compile_many` from a process that has imported torch, which takes longer than a small kernel."""
-    with mock.patch.object(compile_report, "_run_python", forked.run):
+    """Returns the reports of `compile_many` from one process for all tests: its imports take longer than a small kernel."""
+    with mock.patch.object(compile_report, "_run_python", forked.run_main):
         return compile_report.compile_many(requests)
 
 

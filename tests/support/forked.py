@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 ROOT = Path(__file__).parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
@@ -55,3 +62,46 @@ def _main(arguments: list[str], environment: dict[str, str], folder: Path, outpu
         exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_main(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs main(...) of `-m MODULE ...` in a process that stays for all calls, with its imports. Each call has its environment."""
+    pipe = _staying()
+    try:
+        pipe.send((arguments[1:], environment))
+        return subprocess.CompletedProcess(arguments, *pipe.recv())
+    except (BrokenPipeError, EOFError):  # the process died, and the next call starts another
+        _staying.cache_clear()
+        return subprocess.CompletedProcess(arguments, 1, "", "the process died")
+
+
+@functools.cache
+def _staying() -> Connection:
+    """Returns a pipe to a process that ends when the pipe is closed."""
+    pipe, theirs = _SERVER.Pipe()
+    _SERVER.Process(target=_serve, args=(theirs,)).start()
+    theirs.close()
+    atexit.register(pipe.close)  # before multiprocessing waits for the process
+    return pipe
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            (module, *arguments), environment = pipe.recv()
+        except EOFError:
+            return
+        with tempfile.TemporaryFile() as log:
+            os.dup2(log.fileno(), 2)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+            try:
+                importlib.import_module(module).main(*arguments)
+                status = 0
+            except Exception:
+                traceback.print_exc()
+                status = 1
+            sys.stderr.flush()
+            log.seek(0)
+            pipe.send((status, "", log.read().decode("utf-8", "replace")))
