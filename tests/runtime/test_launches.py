@@ -12,7 +12,7 @@ from flexattn.bench import stub_driver
 from flexattn.kernels_triton.runtime import launch
 
 COMPARE = """
-import os, sys, threading
+import os, re, sys, threading
 import torch
 from flexattn.bench import stub_driver
 
@@ -22,10 +22,12 @@ from flexattn import call_cache
 from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.runtime import launch, store
 from flexattn.testing import make_inputs
-from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.compiler import CUDABackend, llvm
 
-# The stub driver runs no code, so ptxas makes none. It and the check of its code would take more than half of the time.
+# The stub driver runs no code, so LLVM and ptxas make none. They and the check of the code would take more than half of the time.
 CUDABackend.make_cubin, store.check_code = lambda *_: b"no code", lambda *_: None
+llvm.optimize_module = lambda *_, **__: None
+llvm.translate_to_asm = lambda ir, *_: ".visible .entry " + re.search(r"^define .*?@(\\w+)", ir, re.MULTILINE)[1]
 
 # No memory is freed, so that each tensor has an address of its own, as those of a recording have.
 kept = []
