@@ -139,9 +139,14 @@ CASES = [
     for dtype in (torch.bfloat16, torch.float16)
     for is_full in (False, True)
 ]
+MORE = [CASES[3], CASES[9], CASES[14]]  # each value of each parameter, beside the first case
 
 
-@pytest.mark.parametrize("cases", [CASES[:1], pytest.param(CASES[1:], marks=pytest.mark.slow)], ids=["one", "more"])
+@pytest.mark.parametrize(
+    "cases",
+    [CASES[:1], pytest.param(MORE, marks=pytest.mark.slow), pytest.param(CASES, marks=pytest.mark.exhaustive)],
+    ids=["one", "more", "all"],
+)
 def test_compiled(cases: list[tuple[Any, ...]]) -> None:
     """No product reads a descriptor that ptxas has lost (`compile_sound`), and none is serialised."""
     requests = [request_for(launch_of(*case[:3], is_full=case[3]), 90) for case in cases]
