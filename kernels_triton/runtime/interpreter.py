@@ -60,10 +60,12 @@ _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5"
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
 _INFINITY = float("inf")
 _ALL = slice(None)
+_new = object.__new__
 
 _numpy_dtypes: dict[str, object] = {}  # by tl.dtype.name, "" for pointers
 _block_types: dict[tuple[object, ...], dict[str, object]] = {}  # attributes of a tl.block_type, by its element type and shape
 _tensor_shapes: dict[tuple[int, ...], tuple[object, object]] = {}  # `shape` and `numel` of a tl.tensor, by its shape in integers
+_blocks: dict[tuple[str, object, tuple[int, ...]], Any] = {}  # a tl.block_type, by its element type and shape
 
 _lock = fork_safe(threading.RLock())  # Triton's interpreter has one grid index for all threads, and patches affect all threads
 _open_contexts = 0
@@ -343,12 +345,32 @@ def _operator(original, operation, is_reflected):
         result = operation(operand, data) if is_reflected else operation(data, operand)
         element = tl.int1 if result.dtype is _BOOL else dtype
         if kind is None:
-            kind = tl.block_type(element, list(result.shape))
-        elif kind.scalar is not element:
-            kind = kind.with_element_ty(element)
-        return tl.tensor(TensorHandle(result, dtype), kind)
+            return _tensor_of(result, dtype, _block_of(element, result.shape))
+        if kind.scalar is not element:
+            kind = _block_of(element, tuple(kind.shape.values)) if kind.is_block() else element
+        return _tensor_of(result, dtype, kind, (tensor.shape, tensor.numel))
 
     return operator
+
+
+def _block_of(element, sizes):
+    """Returns a tl.block_type, one for all values of this element type and shape, because nothing changes it."""
+    key = element.name, getattr(element, "address_space", None), sizes
+    block = _blocks.get(key)
+    if block is None:
+        block = _blocks[key] = tl.block_type(element, list(sizes))
+    return block
+
+
+def _tensor_of(data, dtype, kind, sizes=None):
+    """Returns tl.tensor(TensorHandle(data, dtype), kind). sizes: `shape` and `numel` of the tensor if a tensor has them."""
+    if sizes is None and (sizes := _tensor_shapes.get(data.shape)) is None:
+        return tl.tensor(TensorHandle(data, dtype), kind)
+    tensor, handle = _new(tl.tensor), _new(TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+    tensor.shape, tensor.numel = sizes
+    return tensor
 
 
 def _get_np_dtype(original):  # Triton's function builds a table of all dtypes for each look-up
@@ -485,12 +507,12 @@ def _get_item(original):
         if type(index) is not tuple or len(tensor.shape) != 1:
             return original(tensor, index)
         if index == (_ALL, None):
-            sizes = [data.size, 1]
+            sizes = (data.size, 1)
         elif index == (None, _ALL):
-            sizes = [1, data.size]
+            sizes = (1, data.size)
         else:
             return original(tensor, index)
-        return tl.tensor(TensorHandle(data.reshape(sizes), tensor.handle.dtype.scalar), tl.block_type(tensor.dtype, sizes))
+        return _tensor_of(data.reshape(sizes), tensor.handle.dtype.scalar, _block_of(tensor.dtype, sizes))
 
     return get_item
 
@@ -511,4 +533,4 @@ def _spread(tensor, sizes):
     # The handle of a comparison has the dtype of its operands, and Triton 3.9 takes no mask of integers.
     values = np.empty(sizes, data.dtype if tensor.type.is_block() else interpreter._get_np_dtype(tensor.dtype))
     values[...] = data
-    return tl.tensor(TensorHandle(values, tensor.dtype), tl.block_type(tensor.dtype, sizes))
+    return _tensor_of(values, tensor.dtype, _block_of(tensor.dtype, values.shape))
