@@ -16,6 +16,7 @@ def test_every_feature(ranks: int, forked_python: FreshPython, tmp_path: Path) -
     run_ranks(forked_python, tmp_path, "features", ranks)
 
 
+@pytest.mark.slow
 def test_sums_over_ranks_are_as_exact_as_one_process(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "sums_in_float32", 4)
 
@@ -25,7 +26,9 @@ def test_decoding_layouts_and_wrapped_calls(forked_python: FreshPython, tmp_path
     run_ranks(forked_python, tmp_path, "others", 2)
 
 
-@pytest.mark.parametrize("suite", ["compiled", pytest.param("all_compiled", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "suite", [pytest.param("compiled", marks=pytest.mark.slow), pytest.param("all_compiled", marks=pytest.mark.exhaustive)]
+)
 def test_graphs_without_a_break(suite: str, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, suite, 2)
 
@@ -104,7 +107,6 @@ def test_training_on_packed_documents_has_the_same_losses_on_any_number_of_ranks
     assert shown[-1] < shown[0] - 0.3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.slow)])
 def test_exchanges_by_memory_that_ranks_share(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "by_shared_memory", ranks, {"TRITON_INTERPRET": "1", "RANKS_BACKEND": "eager"})
