@@ -59,10 +59,10 @@ def test_what_is_refused_and_what_is_read_as_it_is(forked_python: FreshPython, t
 @pytest.mark.parametrize(
     ("suite", "ranks"),
     [
-        *(pytest.param(*run, marks=pytest.mark.slow) for run in (("all_features", 2), ("drawn", 3))),
+        *(pytest.param(*run, marks=pytest.mark.slow) for run in (("all_strategies", 2), ("some_drawn", 3))),
         *(
             pytest.param(*run, marks=pytest.mark.exhaustive)
-            for run in (("all_features", 4), ("drawn", 2), ("drawn", 4), ("in_float32", 2))
+            for run in (("all_features", 2), ("all_features", 4), ("drawn", 2), ("drawn", 3), ("drawn", 4), ("in_float32", 2))
         ),
     ],
 )

@@ -12,6 +12,7 @@ import functools
 import os
 import pickle
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,12 +50,23 @@ def features() -> None:
 
 def all_features() -> None:
     """Every feature under every strategy in every layout, and the most used ones as packed sequences."""
-    for problem in calls.FEATURES.values():
-        calls.compare(problem, calls.LAYOUTS, calls.WAYS)
+    compare_features(lambda number: calls.LAYOUTS)
+
+
+def all_strategies() -> None:
+    """Every feature under every strategy, in one layout each, and the most used ones as packed sequences."""
+    compare_features(lambda number: [calls.LAYOUTS[number % 3]])
+
+
+def compare_features(layouts_of: Callable[[int], Sequence[str | None]]) -> None:
+    for number, problem in enumerate(calls.FEATURES.values()):
+        calls.compare(problem, layouts_of(number), calls.WAYS)
     for name in ("causal", "more queries than keys"):
         calls.compare(calls.FEATURES[name], [None], calls.PACKED)
-    for name, problem in calls.EIGHT_BITS.items():
-        for layout in calls.LAYOUTS[: 2 if "blocks" in name else 3]:  # dealt chunks are of no whole blocks here
+    for number, (name, problem) in enumerate(calls.EIGHT_BITS.items()):
+        whole = calls.LAYOUTS[:2]  # dealt chunks are of no whole blocks here
+        layouts = layouts_of(number) if "blocks" not in name else [x for x in layouts_of(number) if x in whole] or whole[:1]
+        for layout in layouts:
             calls.compare_eight(problem, layout, ["ulysses"] if "by heads" in name else calls.WAYS)
 
 
@@ -142,6 +154,11 @@ def in_hosts() -> None:
 def drawn() -> None:
     first = 100 * dist.get_world_size()
     calls.compare_drawn(range(first, first + 100))
+
+
+def some_drawn() -> None:
+    first = 100 * dist.get_world_size()
+    calls.compare_drawn(range(first, first + 40))
 
 
 def in_float32() -> None:
@@ -692,9 +709,10 @@ def on_gpus() -> None:
 
 QUICK = (features, by_shared_memory, sums_in_float32, others, faults, compiled, graphs.no_reads, rank_guards.guards)
 RACING = (lanes_without_races, lanes_without_races_by_shared_memory)
-SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, sharded_dtensors, on_triton)
+WHOLE = (all_features, drawn)  # grids and draws, parts of which are SLOW
+SLOW = (all_compiled, all_strategies, in_float32, in_hosts, on_one_mesh, on_triton, sharded_dtensors, some_drawn)
 ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come, compiled_graphs_of_kernels)
-SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *RACING, *SLOW, *ON_GPUS)}
+SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *RACING, *SLOW, *WHOLE, *ON_GPUS)}
 SUITES |= {f"kernels_{part}": functools.partial(compiled_kernels, part) for part in range(COMPILED_PARTS)}
 SUITES |= {f"kernels_in_eight_bits_{part}": functools.partial(kernels_in_eight_bits, part) for part in range(EIGHT_BITS_PARTS)}
 SUITES |= {f"captured_{part}": functools.partial(graphs.captured, part) for part in range(CAPTURED_PARTS)}
