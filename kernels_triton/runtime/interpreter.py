@@ -65,7 +65,7 @@ _new = object.__new__
 _numpy_dtypes: dict[str, object] = {}  # by tl.dtype.name, "" for pointers
 _block_types: dict[tuple[object, ...], dict[str, object]] = {}  # attributes of a tl.block_type, by its element type and shape
 _tensor_shapes: dict[tuple[int, ...], tuple[object, object]] = {}  # `shape` and `numel` of a tl.tensor, by its shape in integers
-_blocks: dict[tuple[str, object, tuple[int, ...]], Any] = {}  # a tl.block_type, by its element type and shape
+_blocks: dict[tuple[str, object, tuple[int, ...]], object] = {}  # a tl.block_type, by its element type and shape
 
 _lock = fork_safe(threading.RLock())  # Triton's interpreter has one grid index for all threads, and patches affect all threads
 _open_contexts = 0

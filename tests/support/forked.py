@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import multiprocessing
@@ -13,6 +12,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,7 +81,7 @@ def _staying() -> Connection:
     pipe, theirs = _SERVER.Pipe()
     _SERVER.Process(target=_serve, args=(theirs,)).start()
     theirs.close()
-    atexit.register(pipe.close)  # before multiprocessing waits for the process
+    util.Finalize(None, pipe.close, exitpriority=0)  # multiprocessing calls it before it waits for the process
     return pipe
 
 
