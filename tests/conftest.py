@@ -148,9 +148,9 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the cases of a test with the mark `sample` as slow or exhaustive, if they are not in the sample that the mark names.
 
-    Cases with a new value of any parameter are slow, all others exhaustive. If the mark has values=False, or the test is slow
-    itself, only values of the mark's parameters count, which the sample may have without the kernels (`values_shown`). Tests that
-    find a fault of faults.json must not be exhaustive.
+    Cases with a new value of any parameter are slow, all others exhaustive. If the mark has values=False, only values of the mark's
+    parameters count, which the sample may have without the kernels (`values_shown`). Tests that find a fault of faults.json must
+    not be exhaustive.
     """
     # By default both slow and exhaustive cases are left out.
     is_default = config.option.markexpr in config.getini("addopts")
@@ -167,7 +167,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others: set[int] = set()
         if not is_default:
             parameters = [case.callspec.params for case in cases]
-            has_every = mark.kwargs.get("values", True) and not cases[0].get_closest_marker("slow")
+            has_every = mark.kwargs.get("values", True)
             others = sampled(values_shown(parameters, parameters[0].keys() if has_every else mark.args), chosen)
         for i, case in enumerate(cases):
             if i not in chosen:

@@ -345,7 +345,7 @@ def test_values_are_checked_where_asked(changes: dict[str, Any], text: str, monk
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("packed", [True, False], ids=["thd", "bshd"])
 def test_compiled(capability: int, packed: bool) -> None:

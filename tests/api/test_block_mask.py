@@ -96,7 +96,7 @@ def run(mask: BlockMask, device: str, score_mod: Any = None, call: dict[str, Any
     return check((score_mod, mask.mask_mod), device, {**(call or {}), "blocks": blocks}, **inputs)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize(("make_mask", "maker"), [*((make_mask, "ours") for make_mask in MASKS), (by_batch_and_head, "torch's")])
 def test_against_the_reference(make_mask: Any, maker: str, device: str) -> None:
     # partial last blocks, and a mask that is larger than the input
@@ -107,7 +107,7 @@ def test_against_the_reference(make_mask: Any, maker: str, device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_with_lengths_bands_biases_and_a_score_mod(dtype: torch.dtype, device: str) -> None:
     lengths_q, lengths_kv = lengths(130, 0, 40), lengths(97, 30, 140)

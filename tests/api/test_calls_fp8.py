@@ -83,7 +83,7 @@ def in_the_ordinary_way(monkeypatch: pytest.MonkeyPatch) -> contextlib.AbstractC
     return contextlib.closing(SimpleNamespace(close=lambda: patch.__exit__(None, None, None)))
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize("name", RECIPES)
 def test_played_is_as_ordinary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RECIPES[name]

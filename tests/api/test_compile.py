@@ -445,7 +445,7 @@ def sleeps(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("mod", [writes_to_itself, sleeps])
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")
 @pytest.mark.filterwarnings("error:.*lru_cache")  # Dynamo warns if it traces the functions that find a mod's captures

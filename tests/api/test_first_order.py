@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], Tensor], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample("is_linear", values=False)
+@pytest.mark.sample("is_linear")
 @pytest.mark.parametrize("is_linear", [True, False], ids=["linear", "squares"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_gradient_penalty_raises_in_the_first_call_and_in_kept_ones(case: str, is_linear: bool) -> None:

@@ -390,7 +390,7 @@ def test_operators_are_what_torch_asks_of_them(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
     for recipe in (fp8.Recipe(granularity="block", fp8_format="HYBRID"), fp8.Recipe(bf16_backward=True)):

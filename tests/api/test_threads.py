@@ -106,7 +106,7 @@ print("done")
 """
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("canary", ["0", "1"], ids=["plain", "canary"])
 @pytest.mark.slow
 def test_any_mix_of_first_calls_from_eight_threads(forked_python, canary: str) -> None:

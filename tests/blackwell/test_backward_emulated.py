@@ -93,7 +93,7 @@ test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = pytest.mark.slow(mods_and_biases([64, 128]))
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -107,7 +107,7 @@ def test_dense(band: dict[str, Any], dim: int) -> None:
     check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 24)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:

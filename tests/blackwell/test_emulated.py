@@ -83,7 +83,7 @@ test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = mods_and_biases([128])
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -97,7 +97,7 @@ def test_dense(band: dict[str, Any], dim: int) -> None:
     check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (192, 128), (160, 64)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:
@@ -141,7 +141,7 @@ def test_few_queries(heads: int, dim: int, splits: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", SPLIT_CALLS)
 def test_keys_split_by_lengths(name: str) -> None:

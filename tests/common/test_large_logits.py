@@ -151,7 +151,7 @@ EMULATED = [
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(("kind", "how", "dtype", "dim"), EMULATED, ids=str)
 def test_hopper(kind: str, how: str, dtype: torch.dtype, dim: int) -> None:
@@ -365,7 +365,7 @@ def test_portable_fp8(kind: str, how: str, granularity: str, device: str, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[1], CASES[4]], ids=str)
 def test_hopper_fp8(kind: str, how: str) -> None:

@@ -219,7 +219,7 @@ EMULATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", EMULATED)
 def test_features_emulated(name: str) -> None:
@@ -385,7 +385,7 @@ FAULTS_IN_GLUON: dict[str, tuple[ModuleType, Fault]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_IN_GLUON)
 def test_injected_fault_is_found_by_the_emulator(name: str, tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_features(name: str) -> None:
     check(call, run(call, None))
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_features_emulated(name: str) -> None:

@@ -27,7 +27,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("call", [{}, {"window_size": (200, 0)}, {"softcap": 5.0}], ids=str)
 def test_alone_in_a_batch_and_in_chunks(call: dict[str, Any]) -> None:

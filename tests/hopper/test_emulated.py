@@ -157,7 +157,7 @@ def check_persistent(seed: int, call: dict[str, Any], name: str = "persistent", 
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("dim", [64, 128, 40])
@@ -182,7 +182,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "call",
@@ -235,7 +235,7 @@ def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
             check_persistent(seed, {"attn_mask_type": "causal"}, name, **inputs)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -326,7 +326,7 @@ def test_slots_in_reverse(dim: int) -> None:
     check(5, call, qkv_format="thd", gap=3, in_reverse=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -342,7 +342,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "tile",

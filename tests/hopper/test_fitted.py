@@ -396,7 +396,7 @@ def launch_of(direction: str, name: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_compiled(case: tuple[str, Any]) -> None:
     """No word is spilled in a loop, and no product waits for another one that it does not need."""

@@ -79,7 +79,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(128, 128), (256, 256), (160, 208)], ids=str)
 def test_gradients_in_float32(dims: tuple[int, int]) -> None:
@@ -108,7 +108,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     ("dims", "mask"), [((128, 128), "causal"), ((256, 256), "no_mask"), ((256, 256), "causal_bottom_right")], ids=str
@@ -119,7 +119,7 @@ def test_dense(dims: tuple[int, int], mask: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_softcap_and_bias(dims: tuple[int, int]) -> None:

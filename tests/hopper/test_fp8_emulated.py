@@ -101,7 +101,7 @@ def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head"
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -121,7 +121,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
         check(call_of({"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, padding=True, gap=2, **inputs), seed)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -165,7 +165,7 @@ def test_nan_stays_in_its_row() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)], ids=str)
 def test_head_dims_backward(dims: tuple[int, int]) -> None:
@@ -211,7 +211,7 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("sq", [200, 64])
@@ -266,7 +266,7 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
@@ -297,7 +297,7 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])

@@ -109,7 +109,7 @@ def test_plain_calls_take_it_that_need_not_repeat() -> None:
     assert family_of(problem_of(shape=(16, 512, 16)), Policy(ignores_measurements=True))[0] == "sm_90 fused 192"
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_compiled(causal: bool) -> None:
@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
@@ -178,7 +178,7 @@ def test_emulated(name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("variant", ["persistent", "converting"])
 @pytest.mark.parametrize("name", CALLS)
@@ -190,7 +190,7 @@ def test_persistent_programs_emulated(name: str, variant: str, monkeypatch: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("kernels", [fp8_backward, fp8_backward_fused], ids=lambda module: module.__name__.rpartition(".")[2])
 @pytest.mark.parametrize("name", CALLS)

@@ -174,7 +174,7 @@ def check_emulated(seed: int, features: dict[str, Any], backwards: Sequence[str]
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_emulated(name: str) -> None:
@@ -193,7 +193,7 @@ def test_emulated_persistent_programs(name: str, dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 def test_emulated_head_dims(dims: tuple[int, int]) -> None:
@@ -202,7 +202,7 @@ def test_emulated_head_dims(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize(
     ("shape", "dim"), [((4, 1, 140, 152), 64), ((1, HEADS, 1, 150), 128), ((1, 1, 140, 1), 64), ((2, HEADS, 140, 150), 64)], ids=str
@@ -258,7 +258,7 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", BLOCK_MASKS)
 @pytest.mark.parametrize("dim", [64, 128])

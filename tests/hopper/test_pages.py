@@ -107,7 +107,7 @@ def check(seed: int, arguments: dict[str, Any], splits: int | None = None, tile:
     check_close("lse", lse, exact[1], budget[1])
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -165,7 +165,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_compiled(kind: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 # Includes the loading warp: 12 bytes with Triton 3.6 and 8 with 3.7.
 @pytest.mark.parametrize(("keys", "window", "spills"), [(4096, None, 12), (2048, None, 12), (2048, 127, 0)], ids=list(ROWS))
 def test_rows_compiled(keys: int, window: int | None, spills: int) -> None:

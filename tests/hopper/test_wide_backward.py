@@ -164,7 +164,7 @@ FAULTS: dict[str, inject.Fault] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = pytest.mark.slow(mods_and_biases([64, 128]))
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -129,7 +129,7 @@ def test_dense(check: Check, band: dict[str, Any], dim: int, capability: int) ->
     check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 96), (96, 24), (8, 8), (192, 128), (256, 256)], ids=str)

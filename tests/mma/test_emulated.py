@@ -93,7 +93,7 @@ test_windows_beside_the_diagonal = windows_beside_the_diagonal("bottom_right")
 test_mods_and_biases = mods_and_biases([128])
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -108,7 +108,7 @@ def test_dense(band: dict[str, Any], dim: int, capability: int) -> None:
     check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_dim_of_one_entry_may_have_an_odd_stride() -> None:
     check(call._replace(problem=dataclasses.replace(x, **odd)), 3)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -102,7 +102,7 @@ def test_bands(band: dict[str, Any], dim: int, capability: int) -> None:
     check(call, 7 if dim == 64 else 1, capability=capability)  # random, lazy
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80), (192, 128), (96, 96), (16, 16), (256, 256), (240, 144)], ids=str)
@@ -117,7 +117,7 @@ def test_rows_whose_maximum_rises_by_much() -> None:
     check(call_of({"attn_mask_type": "causal"}, "block", **inputs), 4)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_mods_and_biases(name: str) -> None:

@@ -44,7 +44,7 @@ def forward_launch(spec: Any, x: Any) -> Launch:
     return next(launch for launch in launches if "_attn_fwd" in launch.kernel.__name__)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize("name", MASKS)
 def test_few_queries(name: str, device: str) -> None:
     mask, is_asked = MASKS[name]

@@ -169,7 +169,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize("name", [*NAMES, "t_size0", "t_stride0", "t_value", "t_at0", "t_value_at0", "where", "score_mod"])
 def test_names_of_captures(name: str, device: str) -> None:
     """A learnable capture of any name, next to one called t."""

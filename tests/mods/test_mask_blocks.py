@@ -135,7 +135,7 @@ def check_lists(problem: Problem, shown: Tensor, is_exact: bool) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize("name", MASKS)
 def test_lists(name: str, device: str) -> None:
     make_mask, is_exact = MASKS[name]
@@ -267,7 +267,7 @@ def test_a_given_block_mask_stays(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("name", ["causal document", "natten"])
 @pytest.mark.parametrize("sm", [90, 80, 100])
 def test_compiled_ahead_of_time(sm: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

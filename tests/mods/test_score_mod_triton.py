@@ -123,7 +123,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.slow
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize("make_mods", MODS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padded_and_packed(make_mods: Any, dtype: torch.dtype, device: str) -> None:

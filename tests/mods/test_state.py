@@ -858,7 +858,7 @@ def test_a_changed_state_is_seen(kind: str) -> None:
             torch.testing.assert_close(attention(Q, Q, Q, mask_mod=mod), want)
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", CASES)
 def test_another_state_of_the_same_code_is_seen(kind: str) -> None:
     for window in (2, 5, 2):
@@ -867,7 +867,7 @@ def test_another_state_of_the_same_code_is_seen(kind: str) -> None:
         torch.testing.assert_close(attention(Q, Q, Q, mask_mod=mod), plain(lambda b, h, i, j: within(window, i, j)))  # noqa: B023
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", CASES)
 def test_ordinary_mods_are_traced_once_and_others_in_each_call(kind: str) -> None:
     mod, _ = CASES[kind]()

@@ -292,7 +292,7 @@ def unkeyed(tensor: Tensor) -> Mod:
     return lambda s, b, h, i, j: s * tables[0][h]
 
 
-@pytest.mark.sample(values=False)
+@pytest.mark.sample
 @pytest.mark.parametrize("make", [closure, nested, partial, method, unkeyed])
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")
 def test_a_captured_tensor_dies_with_its_closure(make: Callable[[Tensor], Mod]) -> None:

@@ -155,7 +155,7 @@ def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) 
 BIAS_SHAPES = [(2, 4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1)]
 
 
-@pytest.mark.sample("spans", values=False)
+@pytest.mark.sample("spans")
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize(
     "spans",
@@ -259,7 +259,7 @@ def test_dropout(p: float, device: str) -> None:
     check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(20, 40), lengths_kv=lengths(25, 40))
 
 
-@pytest.mark.sample("dims", values=False)
+@pytest.mark.sample("dims")
 @pytest.mark.parametrize("dims", [(40, 24), (264, 512), (576, 512)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_together(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:

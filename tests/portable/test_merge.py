@@ -76,7 +76,7 @@ def test_calls_that_the_kernel_leaves_to_torch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.parametrize("capability", [90, 80, 100])
 def test_compiled(capability: int) -> None:
     out, lse = torch.zeros(1, 64, 4, 128, dtype=torch.bfloat16), torch.zeros(1, 4, 64)

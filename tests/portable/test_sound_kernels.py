@@ -140,7 +140,7 @@ def test_a_kernel_that_ptxas_miscompiles_with_one_stage_gets_another(
     check_code(binary.name, "wgmma", binary.code)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kernel"),

@@ -272,7 +272,7 @@ def test_kernels_compile_for_sm_90() -> None:
     compile_gates([(90, (64, 64), "causal, one list")], ways=(False,))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [90, 80])
 def test_kernels_of_weights_alone_compile(sm: int) -> None:
@@ -285,7 +285,7 @@ def test_kernels_of_weights_alone_compile(sm: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample("sm")
+@pytest.mark.sample("sm", values=False)
 @pytest.mark.parametrize(("sm", "gate"), [(gate[0], gate) for gate in GATES], ids=str)
 @pytest.mark.parametrize("way", [False, True])
 def test_kernels_compile_for_each_gpu(sm: int, gate: tuple[int, tuple[int, int], str], way: bool) -> None:

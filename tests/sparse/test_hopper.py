@@ -246,7 +246,7 @@ def test_on_a_gpu(
 
 
 @pytest.mark.slow
-@pytest.mark.sample("name")
+@pytest.mark.sample("name", values=False)
 @pytest.mark.parametrize(
     ("case", "dims", "name"),
     [
