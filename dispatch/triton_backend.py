@@ -350,8 +350,8 @@ def _backward_call(
         dout = readable(dout)
     return Backward(
         problem=_with_made_of_mods(problem, "backward" if needs_all else "one pass"),
-        out=as_bshd(out, spec.q_format),
-        lse=lse,
+        out=as_bshd(_loadable(out), spec.q_format),
+        lse=lse.contiguous(),
         dout=dout,
         dlse=dlse.contiguous() if dlse is not None else None,
         dq=as_bshd(dq, spec.q_format),
@@ -418,6 +418,12 @@ def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
     return watched_launches(watcher)
 
 
+_CONTIGUOUS = (
+    *("alibi_slopes", "softmax_offset", "rng_state", "seqused_q", "seqused_kv"),
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+)
+
+
 def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
     from flexattn.kernels_triton.common.problem import Problem
     from flexattn.kernels_triton.runtime import launch
@@ -429,8 +435,8 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
         "q": as_bshd(_loadable(x.q), spec.q_format),
         "k": as_bshd(_loadable(x.k), spec.kv_format),
         "v": as_bshd(_loadable(x.v), spec.kv_format),
-        "alibi_slopes": x.alibi_slopes.contiguous() if x.alibi_slopes is not None else None,
-        "softmax_offset": x.softmax_offset.contiguous() if x.softmax_offset is not None else None,
+        # A hook for saved tensors may change the strides of any of them.
+        **{name: t.contiguous() for name in _CONTIGUOUS if (t := getattr(x, name)) is not None},
         "block_mask": None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
         **(_key_lists(spec, x) if spec.kv_lists else {}),
         "descales": () if spec.kv_dtype else tuple(descale.contiguous() for descale in x.descales),
@@ -474,7 +480,7 @@ def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
 def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
     from flexattn.kernels_triton.common.problem import BlockLists
 
-    return BlockLists(*tensors, *block_size)  # type: ignore[call-arg, arg-type]  # eight tensors
+    return BlockLists(*(t.contiguous() for t in tensors), *block_size)  # type: ignore[call-arg, arg-type]  # eight tensors
 
 
 def _key_lists(spec: AttentionSpec, x: Operands) -> dict[str, Any]:

@@ -231,3 +231,32 @@ def test_a_call_beside_a_transform_is_none_of_its_business() -> None:
     with forward_ad.dual_level():
         assert torch.equal(flexattn.attention(q, k, v), want)
     assert torch.equal(torch.vmap(lambda x: x * flexattn.attention(q, k, v).sum())(torch.ones(3))[0], want.sum())
+
+
+@pytest.mark.parametrize("case", ["dense", "packed", "block mask"])
+def test_a_hook_may_bring_saved_tensors_back_in_other_strides(case: str) -> None:
+    """Such as a hook that compresses or moves the columns of a tensor, and transposes it for that."""
+    shape = (37, HEADS, D) if case == "packed" else (2, 19, HEADS, D)
+    q, k, v = (torch.randn(shape).requires_grad_() for _ in range(3))
+    more: dict[str, Any] = {"softmax_offset": torch.randn(HEADS), "dropout_p": 0.25, "rng_state": torch.tensor([5, 1])}
+    if case == "packed":
+        more |= flexattn.packed([20, 17])
+    elif case == "block mask":
+        more |= {"block_mask": create_block_mask(lambda b, h, i, j: (i // 16 + j // 16) % 2 == 0, None, None, 19, 19, "cpu", 16)}
+
+    def gradients() -> tuple[Tensor, ...]:
+        out, lse = flexattn.attention(q, k, v, return_lse=True, backend="triton", **more)
+        return torch.autograd.grad(out.sin().sum() + lse.nan_to_num(neginf=0.0).cos().sum(), (q, k, v), create_graph=True)
+
+    def transposed(t: Tensor) -> Tensor:
+        order = [*reversed(range(t.dim()))]
+        memory = torch.empty([2 * t.shape[dim] for dim in order], dtype=t.dtype)
+        return memory[tuple(slice(None, None, 2) for _ in order)].permute(order).copy_(t)
+
+    for _ in range(2):  # computed step by step, then recorded
+        wanted = gradients()
+        with torch.autograd.graph.saved_tensors_hooks(transposed, lambda t: t):
+            found = gradients()
+        second = (torch.autograd.grad(sum((g**2).sum() for g in of), (q, k, v)) for of in (found, wanted))
+        for a, b in zip((*found, *next(second)), (*wanted, *next(second)), strict=True):
+            torch.testing.assert_close(a, b)
