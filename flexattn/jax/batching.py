@@ -89,7 +89,9 @@ def loop(primitive: Primitive, arrays: Sequence[jax.Array], dims: Sequence[int |
         remaining = iter(parts)
         return primitive.bind(*(x if m is None else next(remaining) for x, m in zip(arrays, moved, strict=True)), call=call)
 
-    results = jax.lax.map(run_one, mapped)
+    # A custom_jvp in a scan or a checkpoint needs the same place for an outer vmap's axis from its rule, which may fold the call.
+    # A loop puts it second, and a reshape puts it first, as a fold does.
+    results = [jax.lax.reshape(x, (1, *x.shape))[0] for x in jax.lax.map(run_one, mapped)]
     return results, [0] * len(results)
 
 

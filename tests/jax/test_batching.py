@@ -121,6 +121,21 @@ def test_outer_axes_other_than_the_first() -> None:
     assert jnp.allclose(twice[1, 2], fj.attention(2 * q[:, :, 2], k, v), atol=1e-6)
 
 
+def test_two_vmaps_of_a_loop_whose_derivative_is_folded() -> None:
+    """A call without gradients reads seqused_kv, in a loop; its derivative reads cu_seqlens, which join in one call."""
+    q, k, v = normal(0, 2, N, 2, 9, 4, 16), normal(1, 2, N, 2, 11, 4, 16), normal(2, N, 2, 11, 4, 16)
+    used = jnp.asarray([[3, 11], [0, 5], [11, 1]], jnp.int32)
+
+    def one(q: Any, k: Any, v: Any, used: Any) -> Any:
+        return fj.attention(q, k, v, attn_mask_type="padding", seqused_kv=used)
+
+    both = jax.vmap(jax.vmap(one), (0, 0, None, None))
+    found, pull = jax.vjp(jax.checkpoint(lambda q: both(q, k, v, used)), q)
+    expected, pull_one = jax.vjp(lambda q: jnp.stack([jax.vmap(one)(q[m], k[m], v, used) for m in range(2)]), q)
+    assert jnp.allclose(found, expected, atol=1e-6)
+    assert jnp.allclose(pull(expected)[0], pull_one(expected)[0], atol=1e-5)
+
+
 def test_dropout_is_the_same_for_each_where_the_key_is() -> None:
     q, k, v = normal(0, 1, 9, 4, 16), normal(1, 1, 9, 4, 16), normal(2, 1, 9, 4, 16)
     key = jax.random.key(0)
