@@ -20,7 +20,7 @@ GRADIENT = "dscore"  # an additional argument of the derivative: the gradient of
 TANGENT = "tscore"  # an additional argument of second derivatives: the tangent of the score.
 
 # The ops of a graph. All are pointwise and known to every backend, except for `index`, which reads a captured tensor with one
-# scalar per dim. fmt: off
+# scalar per dim. A graph for autograd also has `detach`. fmt: off
 OPS = frozenset(
     (
         "abs",
@@ -107,6 +107,7 @@ class Program:
     The inputs of all graphs are ARGUMENTS and the captures, by name.
 
     score: returns the modified score.
+    differentiable: same as score, with the op `detach` on values that no gradient passes.
     mask: returns whether the query sees the key.
     derivative: also has `dscore` as an input. It returns the gradient of the score, or None if that is zero. Then, for each read
         of a capture that needs a gradient, it returns (position in `captures`, indices, gradient of the value).
@@ -122,7 +123,10 @@ class Program:
         parts = json.loads(text)
         self.captures = tuple(Capture(name, getattr(torch, dtype), ndim, grad) for name, dtype, ndim, grad in parts["captures"])
         self.is_given = parts["is_given"]
-        self.score, self.mask, self.derivative = (decode_graph(parts[name]) for name in ("score", "mask", "derivative"))
+        self.differentiable = decode_graph(parts["score"])
+        self.score, self.mask, self.derivative = (
+            without_detach(decode_graph(parts[name])) for name in ("score", "mask", "derivative")
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -253,7 +257,7 @@ def decode_graph(parts: Any) -> Graph | None:
         named[name] = graph.placeholder(target)
         named[name].meta["dtype"] = getattr(torch, dtype)
     for name, op, args, kwargs, dtype in nodes:
-        if op not in OPS:
+        if op not in OPS and op != "detach":
             raise ValueError(f"a program has the op {op!r}; accepted: {', '.join(sorted(OPS))}")
         decoded = {key: _decode(value, named) for key, value in kwargs.items()}
         node = graph.create_node("call_function", getattr(torch.ops.aten, op), tuple(_decode(args, named)), decoded, name)
@@ -263,25 +267,35 @@ def decode_graph(parts: Any) -> Graph | None:
     return graph
 
 
+def without_detach(graph: Graph | None) -> Graph | None:
+    """Removes the op `detach` from a graph for a backend, and returns the graph."""
+    for node in [] if graph is None else graph.find_nodes(op="call_function", target=torch.ops.aten.detach):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)  # type: ignore[union-attr]
+    return graph
+
+
 def evaluate(
     graph: Graph,
     inputs: Mapping[str, object],
     dtype: torch.dtype,
-    read: Callable[..., Tensor] | None = None,
+    known: Mapping[Node, Tensor] | None = None,
     guard: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
     """Returns a graph's outputs for tensors that broadcast, computed in plain torch.
 
     dtype: the dtype that replaces float32.
-    read: read(tensor, indices) reads a capture. The default is `read_capture`.
+    known: values of nodes that are not computed.
     guard: a function that is applied to every float.
     """
-    values: dict[Node, Any] = {}
+    values: dict[Node, Any] = dict(known or {})
 
     def value(x: object) -> Any:
         return values[x] if isinstance(x, Node) else x
 
     for node in graph.nodes:
+        if node in values:
+            continue
         if node.op == "placeholder":
             x = inputs.get(node.target)
             values[node] = torch.tensor(x, dtype=dtype, device="cpu") if isinstance(x, float) else x
@@ -291,7 +305,7 @@ def evaluate(
         op, result = op_name(node), node.meta["dtype"]
         if op == "index":
             tensor, indices = node.args
-            values[node] = (read or read_capture)(values[tensor], [value(i) for i in indices])
+            values[node] = read_capture(values[tensor], [value(i) for i in indices])
             values[node] = values[node].to(dtype if result is torch.float32 else result)
             if guard is not None and result is torch.float32:
                 values[node] = guard(values[node])

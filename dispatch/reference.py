@@ -242,7 +242,7 @@ def _hidden(
 
 def _modified(logits: Tensor, program: Program, inputs: dict[str, Any], hidden: Tensor | None) -> Tensor:
     """Applies score_mod to every score. A hidden score gets no gradient, even if its derivative is infinite."""
-    assert program.score is not None
+    assert program.differentiable is not None
 
     def guard(t: Tensor) -> Tensor:
         if not t.requires_grad or hidden is None:
@@ -252,7 +252,7 @@ def _modified(logits: Tensor, program: Program, inputs: dict[str, Any], hidden: 
         return t
 
     scores = {**inputs, "score": guard(logits)}
-    out: Tensor = evaluate(program.score, scores, logits.dtype, guard=guard).expand(logits.shape)
+    out: Tensor = evaluate(program.differentiable, scores, logits.dtype, guard=guard).expand(logits.shape)
     return out
 
 

@@ -139,7 +139,7 @@ def _fill(x: object, fills: Mapping[str, Fill]) -> Fill:
 _STEADY = frozenset(
     (
         *("add", "sub", "mul", "div", "neg", "abs", "clamp", "maximum", "minimum", "relu", "floor", "ceil", "round"),
-        *("trunc", "tanh", "sigmoid", "erf", "sin", "cos", "_to_copy", "full"),
+        *("trunc", "tanh", "sigmoid", "erf", "sin", "cos", "_to_copy", "full", "detach"),
     )
 )
 

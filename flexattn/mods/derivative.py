@@ -18,8 +18,10 @@ from flexattn.mods.tracer import Recorder, fake_mode
 def derive(score: Graph, captures: Sequence[Capture], arguments: Sequence[str] = ARGUMENTS) -> Graph:
     """Derives the gradients of the score and of each read of a capture that requires one, from the gradient of score_mod's result.
 
-    torch's autograd runs on the graph and is traced in turn. `Program` describes the outputs.
+    torch's autograd runs on the graph and is traced in turn. `Program` describes the outputs. Detached values are numbers to
+    autograd, and stay detached in the derivative.
     """
+    detached = score.find_nodes(op="call_function", target=torch.ops.aten.detach)
     reads = [node for node in score.nodes if node.op == "call_function" and op_name(node) == "index"]
     wants = {capture.name: capture.needs_grad for capture in captures}
     positions = {capture.name: i for i, capture in enumerate(captures)}
@@ -33,15 +35,16 @@ def derive(score: Graph, captures: Sequence[Capture], arguments: Sequence[str] =
         inputs: dict[str, Any] = {node.target: None for node in score.nodes if node.op == "placeholder"}
         inputs |= {node.target: recorder.input(node.target, (), node.meta["dtype"]) for node in placeholders}
         inputs |= {name: recorder.input(name, (), torch.float32) for name in numbers}
-        leaves = [recorder.input(node.name, (), node.meta["dtype"]) for node in reads]
+        leaves = [recorder.input(node.name, (), node.meta["dtype"]) for node in (*reads, *detached)]
         with recorder:
             inputs["score"] = inputs["score"].detach().requires_grad_()
             values_read = [
-                leaf.detach().requires_grad_() if node in differentiable else leaf for node, leaf in zip(reads, leaves, strict=True)
+                leaf.detach().requires_grad_() if node in differentiable else leaf
+                for node, leaf in zip(reads, leaves, strict=False)
             ]
             wanted = [inputs["score"], *(x for x, node in zip(values_read, reads, strict=True) if node in differentiable)]
-            left = iter(values_read)
-            out = evaluate(score, inputs, torch.float32, read=lambda _tensor, _indices: next(left))
+            known = dict(zip((*reads, *detached), (*values_read, *leaves[len(reads) :]), strict=True))
+            out = evaluate(score, inputs, torch.float32, known)
             if out.requires_grad:
                 gradients = torch.autograd.grad(out, wanted, gradient, allow_unused=True, materialize_grads=True)
             else:
@@ -57,7 +60,7 @@ def derive(score: Graph, captures: Sequence[Capture], arguments: Sequence[str] =
         elif node.op == "call_function":
             copy_into(graph, node, copies)
     stand_for = [inputs[GRADIENT], *(inputs[node.target] for node in placeholders), *(inputs[name] for name in numbers)]
-    stand_for += [copies[node] for node in reads]
+    stand_for += [copies[node] for node in (*reads, *detached)]
     values: dict[Node, object] = dict(zip(traced.find_nodes(op="placeholder"), stand_for, strict=True))
     for node in traced.nodes:
         if node.op == "placeholder":

@@ -206,11 +206,15 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, recording: _Recording) -> None:
         super().__init__()
         self.recording = recording
+        self.is_grad = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if self.recording.is_on(args) or self.recording.is_on(tuple(kwargs.values())):
-            return self.recording.append(func, args, kwargs)
+            out = self.recording.append(func, args, kwargs)
+            if self.is_grad and not torch.is_grad_enabled() and isinstance(out, Tensor) and out.is_floating_point():
+                return self.recording.append(torch.detach, (out,), {})  # the mod's own no_grad()
+            return out
         return func(*args, **kwargs)
 
 

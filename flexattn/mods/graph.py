@@ -55,6 +55,7 @@ class _View(NamedTuple):
     capture: Node
     at: tuple[Any, ...]
     ndim: int
+    is_detached: bool = False
 
 
 def normalised(role: str, traced: Graph, arguments: Sequence[str], captures: Sequence[Capture]) -> Graph:
@@ -103,7 +104,8 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, object]
         name = name[:-1]
     if name in ("alias", "detach", "clone", "lift_fresh_copy", "view", "expand", "squeeze", "unsqueeze", "view_of", "reshape"):
         if result.dim() == 0:
-            return args[0]
+            is_stop = name == "detach" and role == "score_mod" and dtype.is_floating_point
+            return call(graph, "detach", (args[0],), dtype) if is_stop else args[0]
         _refuse(role, node, name, "a mod works on scalars")
     if name in ("scalar_tensor", "full", "full_like", "zeros", "ones", "empty", "zeros_like", "ones_like"):
         if result.dim() != 0:
@@ -241,7 +243,8 @@ def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any],
             at[i] = at[i]._replace(dim=old + (old >= dim))
         return view._replace(at=tuple(at), ndim=view.ndim + 1)
     elif name in ("alias", "detach", "clone", "lift_fresh_copy"):
-        return view
+        is_stop = name == "detach" and role == "score_mod" and fake.is_floating_point()
+        return view._replace(is_detached=view.is_detached or is_stop)
     else:
         _refuse(
             role, node, name, _INSTEAD.get(name.strip("_"), "index the captured tensor first, as in t[h, q_idx], and then compute")
@@ -256,7 +259,7 @@ def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any],
     for dim, i in free.items():
         if dim not in removed:
             at[i] = at[i]._replace(dim=dim - sum(gone < dim for gone in removed))
-    return _settled(graph, _View(view.capture, tuple(at), view.ndim - len(removed)))
+    return _settled(graph, view._replace(at=tuple(at), ndim=view.ndim - len(removed)))
 
 
 def _in_slice(graph: Graph, index: Any, shown: _Free) -> object:
@@ -290,7 +293,8 @@ def _settled(graph: Graph, view: _View) -> object:
     """Returns a read of the capture if every dim has an index, else the view."""
     if view.ndim > 0:
         return view
-    return call(graph, "index", (view.capture, list(view.at)), view.capture.meta["dtype"])
+    read = call(graph, "index", (view.capture, list(view.at)), view.capture.meta["dtype"])
+    return call(graph, "detach", (read,), view.capture.meta["dtype"]) if view.is_detached else read
 
 
 def _constant(graph: Graph, value: object, dtype: torch.dtype) -> Any:

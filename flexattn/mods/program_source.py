@@ -33,7 +33,7 @@ def mods_of(program: Program, tensors: Sequence[Tensor]) -> tuple[Mod | None, Mo
 @functools.lru_cache(maxsize=256)
 def _functions(program: Program) -> tuple[Mod | None, Mod | None]:
     captures = tuple(capture.name for capture in program.captures)
-    score = None if program.score is None else _function("score_mod", program.score, (*ARGUMENTS, *captures))
+    score = None if program.differentiable is None else _function("score_mod", program.differentiable, (*ARGUMENTS, *captures))
     mask = None if program.mask is None else _function("mask_mod", program.mask, (*ARGUMENTS[1:], *captures))
     return score, mask
 

@@ -23,6 +23,7 @@ from flexattn.dispatch.mod_program import (
     new_graph,
     parse_program,
     read_dtype,
+    without_detach,
 )
 from flexattn.dispatch.second_order import SecondMod
 from flexattn.mods.bands import copy_into
@@ -34,14 +35,17 @@ def second(text: str, moving: tuple[bool, ...], wanted: tuple[bool, ...]) -> Sec
     """Returns a score_mod's second derivatives. moving, wanted: whether each captured tensor has a tangent, and a gradient."""
     program = parse_program(text)
     assert program is not None
-    assert program.score is not None
+    assert program.differentiable is not None
     captures = _with(program, wanted)
     own = _with(program, moving)
     tangents = [Capture(f"tangent_of_{c.name}", c.dtype, c.ndim, False) for c in own if c.needs_grad]
     every = (*captures, *tangents)
-    derivative = derive(program.score, captures)
-    tangent = _tangent(derive(program.score, own), own, every)
-    return SecondMod(every, derivative, tangent, _bend(tangent, every))
+    derivative = derive(program.differentiable, captures)
+    tangent = _tangent(derive(program.differentiable, own), own, every)
+    bend = _bend(tangent, every)
+    for graph in (derivative, tangent, bend):
+        without_detach(graph)
+    return SecondMod(every, derivative, tangent, bend)
 
 
 def _with(program: Program, flags: Sequence[bool]) -> tuple[Capture, ...]:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +163,7 @@ def trace(
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
     before = find_captures(mod, lift=False)
 
-    with neutral_state(), fake_mode() as fakes, torch.no_grad():
+    with neutral_state(), fake_mode() as fakes:  # with gradients on, so that a mod's own no_grad() shows
         recorder = Recorder()
         scalars = [
             recorder.input(name, (), torch.float32 if name in ("score", GRADIENT) else torch.int64) for name in ARGUMENTS_OF[role]
@@ -175,6 +176,7 @@ def trace(
         run, why_unsettled = copied(mod, numbers) if found.key is not None else (mod, lambda: found.unkeyed)
         watch = _Watch(role, recorder, fakes, names)
         watch.numbers = numbers
+        watch.has_own_gradient = hasattr(getattr(mod, "func", mod), "score_mod_gradient")
         watch.stand_in([t for _, t in found.tensors], stand_ins)
         try:
             with recorder, watch:
@@ -262,7 +264,8 @@ def _decompositions() -> dict[object, Callable[..., object]]:
         *(_aten.gelu, _aten.elu, _aten.leaky_relu, _aten.hardtanh, _aten.copysign, _aten.hypot, _aten.masked_fill, _aten.where),
         *(_aten.tanh_backward, _aten.sigmoid_backward, _aten.gelu_backward, _aten.threshold_backward, _aten.isfinite),
     )
-    return {**core_aten_decompositions(), **get_decompositions(list(more))}
+    table = {**core_aten_decompositions(), **get_decompositions(list(more))}
+    return {op: table[op] for op in table if op is not _aten.detach.default}  # torch's leaves no trace of it
 
 
 def _distinct(names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
@@ -303,6 +306,7 @@ class _Watch(TorchFunctionMode):
         self.position: dict[int, int] = {}  # id of a stand-in or of a view of one: position of the tensor that it replaces
         self.num_tensors = 0
         self.numbers: Sequence[Tensor] = ()  # stand-ins of floats
+        self.has_own_gradient = False  # True: the mod has a score_mod_gradient
         self.met: list[tuple[str, Tensor]] = []  # tensors that `find_captures` did not find
         self.looked_at: set[int] = set()
         self.line: tuple[str, int] | None = None
@@ -354,6 +358,13 @@ class _Watch(TorchFunctionMode):
         if name.endswith("_") and not name.startswith("_") and any(args[0] is number for number in self.numbers):
             func = getattr(Tensor, name[:-1])  # x += y binds the name x to a new float, and does not change the old one
         out = self._marked(func, args, kwargs)
+        if not torch.is_grad_enabled() and isinstance(out, Tensor) and out.is_floating_point():
+            if _is_in_function() and not self.has_own_gradient:
+                raise ValueError(
+                    f"{self.role} calls a torch.autograd.Function{self.place()}, whose backward no kernel runs; accepted: torch "
+                    "ops, whose derivative is derived, with score_mod.score_mod_gradient for a derivative of your own"
+                )
+            out = out.detach()
         if isinstance(out, Tensor) and out.dim() > 0 and len(read) == 1:  # a view: reading its shape reads the tensor's shape
             self.recorder.alive.append(out)
             self.position[id(out)] = next(iter(read))
@@ -415,6 +426,16 @@ def _user_line() -> tuple[str, int] | None:
             return name, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def _is_in_function() -> bool:
+    """Returns whether the mod runs the forward of a torch.autograd.Function."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not trace.__code__:
+        if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _place_of(error: BaseException) -> str:

@@ -110,6 +110,20 @@ def test_bands_and_masks_equal_those_of_torch(name: str) -> None:
     assert ops_of(jax_traced.program.mask) == ops_of(torch_traced.program.mask)
 
 
+def test_stop_gradient() -> None:
+    q, k, v = (jax.random.normal(jax.random.key(n), (2, 5, 2, 8)) for n in range(3))
+
+    def mod(score: Any, *_: Any) -> Any:
+        return score * jax.lax.stop_gradient(score)
+
+    def plain(q: Any) -> Any:
+        return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(mod(jnp.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5), -1), v)
+
+    found = jax.grad(lambda q: (fj.attention(q, k, v, score_mod=mod) ** 2).sum())(q)
+    expected = jax.grad(lambda q: (plain(q) ** 2).sum())(q)
+    assert jnp.allclose(found, expected, atol=1e-5)
+
+
 def test_explicit_tensors_and_a_given_gradient() -> None:
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 4, 16))
     slopes = jnp.asarray(SLOPES)

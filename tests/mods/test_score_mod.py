@@ -357,3 +357,74 @@ def test_an_implied_band_meets_the_one_that_is_given() -> None:
     # ALiBi's diagonal still is the bottom-right one
     want = plain(q, k, v, lambda score, b, h, i, j: score - slopes[h] * (j - i - 8).abs(), mask_mod)
     torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a backward that is not its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def without_gradients(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    with torch.no_grad():
+        turned = table.mT
+        share = torch.tanh(score) * table[h, q_idx]
+    return score * share + turned[kv_idx, h] * table[h, q_idx]
+
+
+# Each takes a captured table after its arguments.
+DETACHED: dict[str, Callable[..., Any]] = {
+    "score": lambda s, b, h, i, j, t: s * s.detach() + t[h, j],
+    "straight through": lambda s, b, h, i, j, t: s * t[h, i] + (torch.round(s) - s).detach(),
+    "read": lambda s, b, h, i, j, t: s * t[h, j].detach() * t[h, i],
+    "table": lambda s, b, h, i, j, t: s * s + s * t.detach()[h, j] * t[h, i] + t.data[0, j],
+    "no_grad": without_gradients,
+}
+
+
+@pytest.mark.filterwarnings("ignore:score_mod .* is traced again in each call")
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("name", list(DETACHED))
+def test_no_gradient_passes_a_detached_value(name: str, backend: str) -> None:
+    """First and second derivatives, and those of a compiled call."""
+    dtype, near = (torch.float64, 1e-9) if backend == "eager" else (torch.float32, 2e-4)
+    mod, leaves = DETACHED[name], [t.detach().requires_grad_() for t in (*make_qkv(5, 7), leaf(HEADS, 7))]
+
+    def derivatives(attend: Any, leaves: list[Tensor], is_twice: bool = True) -> list[Tensor]:
+        q, k, v, table = leaves
+        out = attend(q, k, v, lambda *scalars: mod(*scalars, table))
+        first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=is_twice)
+        second = torch.autograd.grad(sum(t.square().sum() for t in first), leaves, materialize_grads=True) if is_twice else ()
+        return [out, *first, *second]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, score_mod: Any) -> Tensor:
+        return attention(q, k, v, score_mod=score_mod, backend=backend)
+
+    want = derivatives(plain, leaves)
+    cast = [t.detach().to(dtype).requires_grad_() for t in leaves]
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for found in (derivatives(ours, cast), derivatives(compiled, cast, is_twice=False)):
+        for a, b in zip(found, want, strict=False):
+            torch.testing.assert_close(a.double(), b, rtol=near, atol=near * float(b.detach().abs().max().clamp(min=1)))
+
+
+@pytest.mark.filterwarnings("ignore:score_mod .* is traced again in each call")
+def test_a_function_with_a_backward_of_its_own_is_refused() -> None:
+    q, k, v = make_qkv()
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return Doubled.apply(score)
+
+    with pytest.raises(ValueError, match=r"score_mod calls a torch.autograd.Function at .*accepted: torch ops"):
+        attention(q, k, v, score_mod=mod)
+    mod.score_mod_gradient = lambda dscore, score, b, h, q_idx, kv_idx: 2 * dscore  # type: ignore[attr-defined]
+    want = plain(q, k, v, lambda score, *_: Doubled.apply(score))
+    found, expected = (torch.autograd.grad(out.sin().sum(), q)[0] for out in (attention(q, k, v, score_mod=mod), want))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
