@@ -7,6 +7,7 @@ arguments of the factory of that function. The key of a trace is the function's 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ _CALLS = {name: f"torch.{name}" for name in _SAME_NAME.split()} | {
     "copy": "",
     "copy_p": "",
 }
-_NESTED = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+_NESTED = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+_JAX = os.path.dirname(jax.__file__) + os.sep
 _ACCEPTED = (
     "scalar arithmetic of jax.numpy and jax.lax, jnp.where, and reads of captured arrays by one index per dim, such as table[h, i]"
 )
@@ -100,13 +102,13 @@ def _trace(role: str, mod: Mod, explicit: Sequence[object] | Mapping[str, object
     if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
         shapes = ", ".join(str(tuple(aval.shape)) for aval in closed.out_avals)
         raise ValueError(f"{role} returned arrays of shapes {shapes}; accepted: one 0-d array or a number")
-    writer = _Writer(role)
+    gradient = getattr(mod, "score_mod_gradient", None) if role == "score_mod" else None
+    writer = _Writer(role, is_derived=role == "score_mod" and gradient is None)
     names = ("dscore", *_NAMES)[-(4 + floats) :]
     result = writer.run(closed.jaxpr, [writer.capture(value) for value in closed.consts], list(names))
     body = "".join(f"        {line}\n" for line in [*writer.lines, f"return {writer.scalar(result[0])}"])
     parameters = ", ".join(f"capture_{i}" for i in range(len(writer.arrays)))
     source = f"def make({parameters}):\n    def {role}({', '.join(names)}):\n{body}    return {role}\n"
-    gradient = getattr(mod, "score_mod_gradient", None) if role == "score_mod" else None
     return Traced(source, tuple(writer.arrays), None if gradient is None else _trace("score_mod_gradient", gradient))
 
 
@@ -135,10 +137,10 @@ class _Array(NamedTuple):
 
 
 class _Writer:
-    """Writes the lines of one mod's function."""
+    """Writes the lines of one mod's function. is_derived: its derivative is that of its ops."""
 
-    def __init__(self, role: str) -> None:
-        self.role = role
+    def __init__(self, role: str, is_derived: bool) -> None:
+        self.role, self.is_derived = role, is_derived
         self.lines: list[str] = []
         self.captures: list[jax.Array] = []  # its captures, unconverted
         self.arrays: list[jax.Array] = []
@@ -178,6 +180,8 @@ class _Writer:
             name = e.primitive.name
             if name in _NESTED:
                 inner = e.params.get("jaxpr") or e.params.get("call_jaxpr")
+                if name.startswith("custom") and self.is_derived:
+                    self.check_rule(str(getattr(inner, "jaxpr", inner).debug_info.func_src_info))
                 inner_consts = [self.capture(value) for value in getattr(inner, "consts", ())]
                 values = self.run(getattr(inner, "jaxpr", inner), inner_consts, [read(x) for x in e.invars])
             elif name == "pvary":  # shard_map adds it; the value is unchanged
@@ -212,6 +216,18 @@ class _Writer:
         if dtype == jnp.bool_:
             return torch.bool
         raise self.refusal(f"{dtype.name} numbers")
+
+    def check_rule(self, source: str) -> None:
+        """Raises ValueError for a function with a rule of its own, unless it is JAX's: those rules equal the ops' derivatives.
+
+        source: its name and place, "name at file:line".
+        """
+        name, _, file = source.partition(" at ")
+        if not file.startswith(_JAX):
+            raise ValueError(
+                f"{self.role} calls {name}, whose jax.custom_jvp or custom_vjp no kernel runs; accepted: functions without a rule, "
+                "jax.lax.stop_gradient, and score_mod.score_mod_gradient for a derivative of your own"
+            )
 
     def refusal(self, feature: str) -> ValueError:
         return ValueError(f"{self.role} uses {feature}, which mods do not support; accepted: {_ACCEPTED}")

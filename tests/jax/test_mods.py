@@ -114,7 +114,7 @@ def test_stop_gradient() -> None:
     q, k, v = (jax.random.normal(jax.random.key(n), (2, 5, 2, 8)) for n in range(3))
 
     def mod(score: Any, *_: Any) -> Any:
-        return score * jax.lax.stop_gradient(score)
+        return jax.nn.relu(score) * jax.lax.stop_gradient(score)  # JAX has a rule of its own for relu
 
     def plain(q: Any) -> Any:
         return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(mod(jnp.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5), -1), v)
@@ -174,16 +174,25 @@ def test_block_mask() -> None:
         fj.attention(long, long, long, block_mask=made)
 
 
+@jax.custom_jvp
+def rounded(x: Any) -> Any:
+    return jnp.round(x)
+
+
+rounded.defjvp(lambda primals, tangents: (rounded(*primals), tangents[0]))
+
+
 @pytest.mark.parametrize(
     ("mod", "text"),
     [
+        (lambda s, b, h, i, j: rounded(s), "score_mod calls rounded, whose jax.custom_jvp or custom_vjp no kernel runs; accepted"),
         (lambda s, b, h, i, j: jnp.sum(jnp.ones(3) * s), "score_mod uses broadcast_in_dim to (3,)"),
         (lambda s, b, h, i, j: jnp.stack([s, s]), "score_mod returned arrays of shapes (2,)"),
         (lambda s, b, h, i, j: jax.lax.lgamma(s), "score_mod uses lgamma, which mods do not support; accepted: scalar arithmetic"),
         (lambda s, b, h, i, j: s + i.astype(jnp.uint32), "score_mod uses uint32 numbers"),
         (3, "score_mod is 3 (int); accepted: a function"),
     ],
-    ids=["arrays", "shape", "op", "dtype", "kind"],
+    ids=["a rule", "arrays", "shape", "op", "dtype", "kind"],
 )
 def test_errors(mod: Any, text: str) -> None:
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 4, 16))
