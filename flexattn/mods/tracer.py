@@ -97,6 +97,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nodes: dict[int, Node] = {}
         self.alive: list[object] = []  # keeps results alive, so that no address is reused
         self.is_paused = False
+        self.role = ""  # of a mod that runs
+        self.views: set[int] = set()  # tensors of which several lie in one memory
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a new fake tensor, which is an input of the graph."""
@@ -126,6 +128,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return out
         node = self.graph.call_function(func, tree_map(self._node_of, tuple(args)), tree_map(self._node_of, kwargs))
         out = func(*args, **kwargs)
+        if self.role and isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
+            self._check_views(args[0], out)
         if isinstance(out, (tuple, list)):
             node.meta["val"] = out
             for i, part in enumerate(out):
@@ -133,6 +137,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._note(out, node)
         return out
+
+    def _check_views(self, x: Tensor, out: Tensor) -> None:
+        """Raises ValueError if an op on x, whose result is `out`, wrote to a tensor that has views: only x got its new value."""
+        if out is x and id(x) in self.views:
+            line = _user_line()
+            raise ValueError(
+                f"{self.role} changes a tensor in place that it has a view of{'' if line is None else place_of(line)}; accepted: a "
+                "new tensor, as in x = x + 1"
+            )
+        if out is not x and out.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            self.views |= {id(x), id(out)}
 
     def _note(self, out: object, node: Node) -> None:
         node.meta["val"] = out
@@ -174,6 +189,7 @@ def trace(
         ]
         numbers = [recorder.input(name, (), torch.float32) for name in names[len(found.tensors) :]]
         run, why_unsettled = copied(mod, numbers) if found.key is not None else (mod, lambda: found.unkeyed)
+        recorder.role = role
         watch = _Watch(role, recorder, fakes, names)
         watch.numbers = numbers
         watch.has_own_gradient = hasattr(getattr(mod, "func", mod), "score_mod_gradient")
@@ -359,12 +375,7 @@ class _Watch(TorchFunctionMode):
             func = getattr(Tensor, name[:-1])  # x += y binds the name x to a new float, and does not change the old one
         out = self._marked(func, args, kwargs)
         if not torch.is_grad_enabled() and isinstance(out, Tensor) and out.is_floating_point():
-            if _is_in_function() and not self.has_own_gradient:
-                raise ValueError(
-                    f"{self.role} calls a torch.autograd.Function{self.place()}, whose backward no kernel runs; accepted: torch "
-                    "ops, whose derivative is derived, with score_mod.score_mod_gradient for a derivative of your own"
-                )
-            out = out.detach()
+            out = self._without_gradient(out)
         if isinstance(out, Tensor) and out.dim() > 0 and len(read) == 1:  # a view: reading its shape reads the tensor's shape
             self.recorder.alive.append(out)
             self.position[id(out)] = next(iter(read))
@@ -378,6 +389,18 @@ class _Watch(TorchFunctionMode):
                 if "line" in node.meta:
                     break
                 node.meta["line"] = self.line
+        return out
+
+    def _without_gradient(self, out: Tensor) -> Tensor:
+        """Returns a result of the mod's own no_grad(), detached."""
+        if _is_in_function() and not self.has_own_gradient:
+            raise ValueError(
+                f"{self.role} calls a torch.autograd.Function{self.place()}, whose backward no kernel runs; accepted: torch ops, "
+                "whose derivative is derived, with score_mod.score_mod_gradient for a derivative of your own"
+            )
+        self.recorder.role = ""  # the mod has no other name for this result
+        out = out.detach()
+        self.recorder.role = self.role
         return out
 
     def _item(self, tensor: Tensor, index: object) -> Tensor:

@@ -428,3 +428,30 @@ def test_a_function_with_a_backward_of_its_own_is_refused() -> None:
     want = plain(q, k, v, lambda score, *_: Doubled.apply(score))
     found, expected = (torch.autograd.grad(out.sin().sum(), q)[0] for out in (attention(q, k, v, score_mod=mod), want))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:score_mod .* is traced again in each call")
+@pytest.mark.parametrize("view", ["reshape", "expand_as", "detach"])
+def test_a_change_of_a_view_in_place_is_refused(view: str) -> None:
+    def mod(score: Any, *_: Any) -> Any:
+        scaled = score * 1.0
+        given = {"reshape": (scaled.shape,), "expand_as": (scaled,), "detach": ()}[view]
+        other = getattr(scaled, view)(*given)
+        other *= 2
+        return scaled
+
+    with pytest.raises(ValueError, match=r"score_mod changes a tensor in place that it has a view of at .*`other \*= 2`; accepted"):
+        attention(*make_qkv(), score_mod=mod)
+
+
+@pytest.mark.filterwarnings("ignore:score_mod .* is traced again in each call")
+def test_a_tensor_without_views_may_change_in_place() -> None:
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        changed = score * 2
+        changed += 0.5 * kv_idx
+        with torch.no_grad():
+            share = torch.tanh(score)
+            share += 1
+        return changed * share
+
+    check(mod)
