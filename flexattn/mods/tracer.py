@@ -97,8 +97,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nodes: dict[int, Node] = {}
         self.alive: list[object] = []  # keeps results alive, so that no address is reused
         self.is_paused = False
-        self.role = ""  # of a mod that runs
-        self.views: set[int] = set()  # tensors of which several lie in one memory
+        self.role = ""  # the role of the mod that runs; "": no mod runs
+        self.views: set[int] = set()  # ids of tensors that share memory with others
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a new fake tensor, which is an input of the graph."""
