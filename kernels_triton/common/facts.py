@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from flexattn.kernels_triton.common.crossovers import UNLIMITED
-from flexattn.kernels_triton.common.problem import MASK_BLOCK, Problem
+from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
 from flexattn.kernels_triton.runtime.device import capability_of, has_large_l2, num_processors
 
@@ -89,12 +89,6 @@ def _blocks_per_sm(x: Problem) -> int:
     return cdiv(blocks, num_processors(x.device))
 
 
-def _is_listed(x: Problem) -> bool:
-    if x.block_mask is None or x.is_unbounded or x.softcap > 0:
-        return False
-    return not (x.block_mask.block_size_q % MASK_BLOCK or x.block_mask.block_size_kv % MASK_BLOCK)
-
-
 COLUMNS: dict[str, Callable[[Problem], Any]] = {
     "head_dim": _head_dim,
     "width": lambda x: max(x.q.shape[-1], x.v.shape[-1]),
@@ -106,7 +100,7 @@ COLUMNS: dict[str, Callable[[Problem], Any]] = {
     "window_left": lambda x: UNLIMITED if x.window_left is None else x.window_left,
     "dropout": lambda x: x.dropout_p > 0,
     "bias": lambda x: x.bias is not None,
-    "listed": _is_listed,
+    "listed": lambda x: x.is_listed,
     "paged": lambda x: x.page_table is not None,
     "packed": lambda x: x.has_lengths,
     "grouped": lambda x: x.group_size > 1,

@@ -333,6 +333,14 @@ class Problem:
         return self.softcap > 0 or any(x is not None for x in optional_tensors)
 
     @property
+    def is_listed(self) -> bool:
+        """True if a block mask is all that changes the scores, with blocks of multiples of 128."""
+        mask = self.block_mask
+        if mask is None or self.is_unbounded or self.softcap > 0:
+            return False
+        return not (mask.block_size_q % MASK_BLOCK or mask.block_size_kv % MASK_BLOCK)
+
+    @property
     def is_unbounded(self) -> bool:
         """True if logits may have any size, whatever q and k are: a bias, ALiBi or a score_mod adds to them."""
         return self.bias is not None or self.alibi_slopes is not None or (self.mods is not None and self.mods.score is not None)

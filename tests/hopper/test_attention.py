@@ -21,7 +21,7 @@ from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common import preprocess as statistics
 from flexattn.kernels_triton.common import tile_schedule as tile_schedule_module
 from flexattn.kernels_triton.common.facts import facts_of
-from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.problem import Backward, BlockLists, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule, zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED, HopperTile, select_hopper_backward_tile
 from flexattn.kernels_triton.families import Policy
@@ -367,7 +367,8 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
     assert faster("fused", problem_of((2, 4096, 16, 128), **window))
     assert faster("fused", problem_of((4, 4096, 16, 128), window_left=127, window_right=0))
     assert not faster("fused", problem_of((4, 4096, 16, 128), window_left=63, window_right=0))
-    for more in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(16)}, {"bias": torch.empty(1, 1, 1, 1)}, {"block_mask": object()}):
+    blocks = {"block_mask": BlockLists(*[None] * 8, 64, 64)}
+    for more in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(16)}, {"bias": torch.empty(1, 1, 1, 1)}, blocks):
         for dim, in_forward in ((64, "bias" in more or "block_mask" in more), (128, True)):
             modified = problem_of((8, 4096, 16, dim), window_right=0, **more)
             assert faster("forward", modified) == in_forward
@@ -379,7 +380,7 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
     assert not faster("forward", problem_of((64, 256, 16, 128), **dropout))
     assert not faster("backward", problem_of((8, 2048, 16, 256), **dropout))
     assert not faster("forward", problem_of((4, 8192, 32, 64), dropout_p=0.1, **window))
-    for more, queries, dp_first in (({}, 128, True), (dropout | window, 64, False), ({"block_mask": object()}, 64, False)):
+    for more, queries, dp_first in (({}, 128, True), (dropout | window, 64, False), (blocks, 64, False)):
         assert conditions.fused_tile(problem_of((8, 2048, 32, 64), **more)).queries == queries
         assert conditions.fused_tile(problem_of((2, 8192, 32, 128), **more)).dp_first == dp_first
     k = torch.empty((64, 2048, 8, 128), dtype=torch.bfloat16, device="meta")
