@@ -104,7 +104,7 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, object]
         name = name[:-1]
     if name in ("alias", "detach", "clone", "lift_fresh_copy", "view", "expand", "squeeze", "unsqueeze", "view_of", "reshape"):
         if result.dim() == 0:
-            is_stop = name == "detach" and role == "score_mod" and dtype.is_floating_point
+            is_stop = name == "detach" and role == "score_mod" and dtype.is_floating_point and not _is_constant(args[0])
             return call(graph, "detach", (args[0],), dtype) if is_stop else args[0]
         _refuse(role, node, name, "a mod works on scalars")
     if name in ("scalar_tensor", "full", "full_like", "zeros", "ones", "empty", "zeros_like", "ones_like"):
@@ -295,6 +295,11 @@ def _settled(graph: Graph, view: _View) -> object:
         return view
     read = call(graph, "index", (view.capture, list(view.at)), view.capture.meta["dtype"])
     return call(graph, "detach", (read,), view.capture.meta["dtype"]) if view.is_detached else read
+
+
+def _is_constant(x: object) -> bool:
+    """Returns whether x is a number, or a tensor that is filled with one: torch's compiler detaches such tensors."""
+    return not isinstance(x, Node) or (x.op == "call_function" and op_name(x) == "full")
 
 
 def _constant(graph: Graph, value: object, dtype: torch.dtype) -> Any:
