@@ -427,8 +427,9 @@ class Problem:
         """Returns the committed tile for this problem, for its own device or for one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
         head_dims = LATENT if table is FORWARD and self.is_latent and not self.is_batch_invariant else self.head_dims
-        few = row_of(table, capability, self.q.element_size(), head_dims).few if self._has_few_queries else None
-        tile = few or select_tile(
+        row = row_of(table, capability, self.q.element_size(), head_dims)
+        own = row.few if self._has_few_queries else row.blocks if self._has_small_blocks else None
+        tile = own or select_tile(
             table,
             capability,
             self.q.element_size(),
@@ -442,15 +443,15 @@ class Problem:
             tile = _cut(tile, 64, 64)
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
-        cut = self.cut(tile)
-        if table is FORWARD and self.head_dims <= 256 and cut.block_m < tile.block_m:
-            # Each warp keeps its rows, because more warps would divide columns, and more programs run at once. It was not measured.
-            cut = cut._replace(num_warps=min(tile.num_warps, max(4, tile.num_warps * cut.block_m // tile.block_m)))
-        return cut
+        return self.cut(tile)
 
     def cut(self, tile: Tile) -> Tile:
         """Returns the tile with sides that divide the sides of the block mask's blocks."""
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
+
+    @property
+    def _has_small_blocks(self) -> bool:
+        return self.block_mask is not None and self.block_mask.block_size_q <= 64 and not self.is_loaded
 
     @property
     def _has_few_queries(self) -> bool:

@@ -65,6 +65,9 @@ class Row(NamedTuple):
     biased_band: Tile | None = None  # for a bias with a band
     biased_mask: Tile | None = None  # for a bias with a mask_mod
     brief: Tile | None = None  # for at most BRIEF queries and keys, if nothing is loaded
+    # For a block mask whose blocks have at most 64 queries, if nothing is loaded. With 8 warps on 64 rows, more warps share a row: a
+    # forward at head dim 128 then takes 810 us on an H200 instead of 369 (bench/results/tiles_of_blocks_h200.json, script not kept).
+    blocks: Tile | None = None
 
 
 class Loaded(NamedTuple):
@@ -150,9 +153,9 @@ FORWARD: Table = {
             biased=Tile(64, 32, 4, 3, registers=128),
             biased_brief=Tile(64, 32, 4, 3, registers=128),
         ),
-        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), short=Tile(128, 32, 8, 3)),
+        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), short=Tile(128, 32, 8, 3), blocks=Tile(64, 64, 4, 3)),
         Row(384, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
-        Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
+        Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), blocks=Tile(64, 32, 4, 2)),
         Row(640, Tile(64, 32, 8, 3), Tile(64, 16, 8, 2)),
         Row(1088, Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),
     ),
@@ -193,8 +196,15 @@ DQ: Table = {
     (90, 2): (
         Row(96, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),
         Row(192, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), open=Tile(128, 64, 8, 3), short=Tile(64, 32, 4, 3)),
-        Row(512, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
+        Row(
+            256,
+            Tile(128, 64, 8, 3),
+            Tile(64, 32, 4, 3),
+            open=Tile(128, 64, 8, 3),
+            short=Tile(64, 32, 4, 3),
+            blocks=Tile(64, 64, 4, 2),
+        ),
+        Row(512, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), blocks=Tile(64, 64, 4, 2)),
         Row(1088, Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (100, 2): (
@@ -237,7 +247,13 @@ DKDV: Table = {
         Row(192, Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
         Row(256, Tile(32, 64, 4, 3), Tile(32, 64, 4, 3)),
         Row(320, Tile(32, 128, 8, 3), Tile(32, 128, 8, 2, apart=True)),
-        Row(512, Tile(32, 128, 8, 2, apart=True), Tile(32, 128, 8, 2, apart=True), open=Tile(64, 128, 8, 1, apart=True)),
+        Row(
+            512,
+            Tile(32, 128, 8, 2, apart=True),
+            Tile(32, 128, 8, 2, apart=True),
+            open=Tile(64, 128, 8, 1, apart=True),
+            blocks=Tile(64, 64, 8, 3),
+        ),
         Row(1088, Tile(16, 64, 8, 2, apart=True), Tile(16, 32, 8, 1, apart=True)),
     ),
     # d 256: dk, dv and two tiles of scores exceed tensor memory, so tiles of 32 keys are multiplied in registers

@@ -40,7 +40,7 @@ FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 # Spills in the loops, as a share of their instructions. Plain half precision has next to none. Calls with every feature have some,
 # and so has fp32, whose products use ordinary registers. Head dims above 256 leave few registers. With half the keys their forward
 # on sm_90 would spill nothing, but multiply half as much at a time.
-LOOP_SPILLS = dict.fromkeys(("hybrid", "plain", "short", "open", "latent", "alibi"), 0.01) | {
+LOOP_SPILLS = dict.fromkeys(("hybrid", "plain", "blocks", "short", "open", "latent", "alibi"), 0.01) | {
     "few": 0.0,
     "full": 0.08,
     "fp32": 0.08,
@@ -50,9 +50,11 @@ LOOP_SPILLS = dict.fromkeys(("hybrid", "plain", "short", "open", "latent", "alib
     "brief": 0.0,
 }
 # Spills stand for time, and these tiles' times were measured. They are the fastest, spills included (d256: tiles_d256_h200.json;
-# FP8: fp8_tiles_h200.json).
+# FP8: fp8_tiles_h200.json; blocks: tiles_of_blocks_h200.json).
 MEASURED_SPILLS = {
     "dkdv-sm90-bfloat16-d256x256-open": 0.06,
+    "dq-sm90-bfloat16-d256x256-blocks": 0.11,
+    "dkdv-sm90-bfloat16-d256x256-blocks": 0.11,
     "dkdv-sm90-float8_e4m3fn-d128x128-plain": 0.04,
     "dkdv-sm90-float8_e4m3fn-d128x128-hybrid": 0.04,
 }
@@ -76,6 +78,11 @@ class Case(NamedTuple):
     @property
     def requests(self) -> list[CompileRequest]:
         return [request_for(launch, self.sm) for launch in _launches(self)]
+
+
+def blocks_of(side: int, length: int) -> BlockLists:
+    counts = torch.zeros(1, 1, configs.cdiv(length, side), dtype=torch.int32)
+    return BlockLists(*(counts, counts[..., None].repeat(1, 1, 1, counts.shape[-1])) * 4, side, side)
 
 
 @functools.cache
@@ -120,8 +127,10 @@ def _launches(case: Case) -> list[Launch]:
     alibi = {"alibi_slopes": torch.zeros(heads)} if case.features == "alibi" else {}
     if "biased" in case.features:
         alibi = {"bias": torch.zeros(1, heads, length, length, dtype=case.dtype)}
-    band = {"window_right": None if case.features in ("open", "biased", "biased brief") else 0}
+    band = {"window_right": None if case.features in ("open", "blocks", "biased", "biased brief") else 0}
     problem = Problem(q, k, v, softmax_scale=0.1, **band, **(features if full else alibi), **scales)
+    if case.features == "blocks":
+        problem = dataclasses.replace(problem, block_mask=blocks_of(64, length))
 
     def tile(table: configs.Table) -> configs.Tile:
         return problem.tile(table, case.sm)
@@ -165,6 +174,7 @@ ALL = [
     *_cases("forward", SMS, torch.bfloat16, ((320, 320),), "plain"),
     *_cases("forward dq dkdv", SMS, torch.bfloat16, HEAD_DIMS, "open"),
     *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "short"),
+    *_cases("forward dq dkdv", (90,), torch.bfloat16, ((128, 128), (256, 256)), "blocks"),
     *_cases("forward", (90,), torch.bfloat16, ((32, 32), (48, 48), (64, 64), (80, 80)), "biased"),
     *_cases("forward", (90,), torch.bfloat16, ((48, 48), (64, 64), (80, 80)), "biased brief"),
     *_cases("forward", (90,), torch.bfloat16, ((64, 64),), "brief"),
@@ -301,15 +311,24 @@ def test_the_defect_of_ptxas_is_seen() -> None:
     assert bool(report.undefined_registers) == (triton.knobs.nvidia.ptxas.version == "12.8"), report.undefined_registers
 
 
-@pytest.mark.parametrize(("block", "tile"), [(128, (128, 32, 8, 3)), (64, (64, 32, 4, 3)), (32, (32, 32, 4, 3))])
-def test_small_blocks_of_a_block_mask_leave_each_warp_of_a_forward_its_rows(block: int, tile: tuple[int, ...]) -> None:
-    counts = torch.zeros(1, 1, 512 // block, dtype=torch.int32)
-    lists = (counts, torch.zeros(1, 1, 512 // block, 512 // block, dtype=torch.int32)) * 4
-    x = torch.zeros(1, 512, 2, 128, dtype=torch.bfloat16)
-    problem = Problem(x, x, x, softmax_scale=1.0, block_mask=BlockLists(*lists, block, block))
+def under_blocks(block: int, head_dim: int = 128) -> Problem:
+    x = torch.zeros(1, 512, 2, head_dim, dtype=torch.bfloat16)
+    return Problem(x, x, x, softmax_scale=1.0, block_mask=blocks_of(block, 512))
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_blocks_of_64_take_their_own_tiles(head_dim: int) -> None:
     with pretended_device(90, 132):
-        assert problem.tile(configs.FORWARD)[:4] == tile
-        assert problem.tile(configs.DQ)[2] == problem.without_block_mask().tile(configs.DQ)[2]
+        for table in (configs.FORWARD, configs.DQ, configs.DKDV):
+            own = configs.row_of(table, 90, 2, 2 * head_dim).blocks
+            for block in (64, 128):
+                problem = under_blocks(block, head_dim)
+                other = problem.cut(problem.without_block_mask().tile(table))
+                assert problem.tile(table) == (own if block == 64 and own else other)
+            narrow = under_blocks(32, head_dim).tile(table)
+            assert max(narrow.block_m, narrow.block_n) == 32
+            loaded = dataclasses.replace(under_blocks(64, head_dim), dropout_p=0.5)
+            assert loaded.tile(table) != own
 
 
 def test_head_dims_are_split_into_powers_of_two() -> None:
