@@ -597,6 +597,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          mean_tokens=(256, None), window=(None, 256), source="paged_prefill_h100.json"),
     Rule(use="sm_90", tile="d64_paged_short", head_dim=64, paged=True, mean_tokens=(256, None), source="paged_prefill_h100.json"),
     Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, paged=True),
+    # 2 to 3 % less time at head dims 40 and 48.
+    Rule(use="sm_90", tile="d48_long", head_dim=64, width=(33, 48), mask=("open", "causal"), packed=False,
+         mean_tokens=(2048, None), source="narrow_scores_h200.json"),
     Rule(use="sm_90", tile="d64_long", head_dim=64, mask=("open", "causal"), mean_tokens=(2048, None), source=_STANDARD),
     Rule(use="sm_90", tile="d64_long", head_dim=64, mask="open", mean_tokens=(1280, None), source=_WINDOWS),
     Rule(use="sm_90", tile="d64_short", head_dim=64, mask="open", mean_tokens=(160, None), source=(*_STANDARD, _WINDOWS)),

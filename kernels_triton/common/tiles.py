@@ -66,7 +66,7 @@ class Row(NamedTuple):
     biased_mask: Tile | None = None  # for a bias with a mask_mod
     brief: Tile | None = None  # for at most BRIEF queries and keys, if nothing is loaded
     # For a block mask whose blocks have at most 64 queries, if nothing is loaded. With 8 warps on 64 rows, more warps share a row: a
-    # forward at head dim 128 then takes 810 us on an H200 instead of 369 (bench/results/tiles_of_blocks_h200.json, script not kept).
+    # forward at head dim 128 then takes 810 us on an H200 instead of 369 (bench/results/blocks_of_64_h200.json, script not kept).
     blocks: Tile | None = None
 
 
@@ -425,6 +425,7 @@ class HopperTile:
     holds_keys: bool = False
 
 
+_LONG_64 = HopperTile(head_dim_qk=64, head_dim_v=64, block_m=192, block_n=128, num_stages=2, registers=160, is_lazy=True)
 _NARROW_64 = HopperTile(
     head_dim_qk=64, head_dim_v=64, block_m=192, block_n=64, num_stages=4, registers=160, q_stages=2, pingpong=False, is_lazy=True
 )
@@ -433,7 +434,9 @@ _NARROW_128 = HopperTile(
 )
 
 HOPPER_FORWARD: dict[str, HopperTile] = {
-    "d64_long": HopperTile(head_dim_qk=64, head_dim_v=64, block_m=192, block_n=128, num_stages=2, registers=160, is_lazy=True),
+    "d64_long": _LONG_64,
+    # Scores have 48 = 32 + 16 columns. A product with values is as fast with 64 columns as with two parts.
+    "d48_long": replace(_LONG_64, head_dim_qk=48, num_stages=3),
     "d64_short": HopperTile(
         head_dim_qk=64,
         head_dim_v=64,

@@ -123,6 +123,8 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("persistent", 128, "causal"): 508,
     ("persistent", 128, "everything"): 575,
     ("converting", 128, "open"): 468,
+    ("fwd", "48", "open"): 440,
+    ("fwd", "48", "causal"): 440,
     ("fwd", "64: 256x64", "open"): 272,
     ("fwd", "64: 256x64", "causal"): 272,
     ("fwd", "64: 256x64", "everything"): 274,
@@ -195,6 +197,7 @@ SOME += [("fused", 64, "everything"), ("converting", 128, "open"), ("fwd", "64: 
 
 # Names of the forward's tiles, by the row of a case
 TILES: dict[int | str, str] = {
+    "48": "d48_long",
     64: "d64_long",
     "64: 256x64": "d64_short",
     "64: narrow window": "d64_narrow",

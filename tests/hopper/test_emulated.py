@@ -346,7 +346,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
 @without_gpu
 @pytest.mark.parametrize(
     "tile",
-    [HOPPER_FORWARD[name] for name in ("d64_long", "d64_short", "d64_narrow", "d128", "d128_three_consumers")],
+    [HOPPER_FORWARD[name] for name in ("d48_long", "d64_long", "d64_short", "d64_narrow", "d128", "d128_three_consumers")],
     ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}",
 )
 def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
