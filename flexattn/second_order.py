@@ -120,7 +120,7 @@ def differentiable(x: Operands, settings: ops.Settings, gradients: Tensors, inco
     wanted = [t is not None for t in gradients]
     given = [t for t in gradients if t is not None]
     call = Call(x, settings, wanted, given)
-    found = iter(Backward.apply(call, *incoming, *ops.tensors_of(x)))  # type: ignore[no-untyped-call]
+    found = iter(_gradients(call, *incoming, *ops.tensors_of(x)))
     return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
@@ -169,12 +169,12 @@ class Attend(_WithRule):
     def backward(ctx: FunctionContext, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
         call, (out, lse, *tensors) = ctx.call, ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        return None, *call.scattered(Backward.apply(call, out, lse, dout, dlse, *tensors))  # type: ignore[no-untyped-call]
+        return None, *call.scattered(_gradients(call, out, lse, dout, dlse, *tensors))
 
     @staticmethod
     def jvp(ctx: FunctionContext, _: object, *tangents: Tensor | None) -> tuple[Tensor, Tensor, None]:
         call, (out, lse, *tensors) = ctx.call, ctx.saved_tensors
-        tout, tlse = Tangent.apply(call, out, lse, *tensors, *call.gathered(tangents))  # type: ignore[no-untyped-call]
+        tout, tlse = Tangent.apply(call, out.detach(), lse.detach(), *tensors, *call.gathered(tangents))  # type: ignore[no-untyped-call]
         return tout, tlse, None
 
 
@@ -213,7 +213,7 @@ class AttendAlong(_WithRule):
         tangent_gradients: list[Tensor | None] = [None] * (len(rest) - len(tensors))
         if dout is not None or dlse is not None:
             dout = torch.zeros_like(out) if dout is None else dout
-            tensor_gradients = call.scattered(Backward.apply(call, out, lse, dout, dlse, *tensors))  # type: ignore[no-untyped-call]
+            tensor_gradients = call.scattered(_gradients(call, out, lse, dout, dlse, *tensors))
         if dtout is not None or dtlse is not None:
             second, tangent_gradients = Tangent.gradients(call, saved, dtout, dtlse)
             tensor_gradients = [
@@ -269,7 +269,7 @@ class Tangent(_WithRule):
         tensors, tangents = rest[: call.ends[1]], rest[call.ends[1] :]
         dout = torch.zeros_like(out) if dout is None else dout
         _, _, *hessian = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
-        transposed = Backward.apply(call, out, lse, dout, dlse, *tensors)  # type: ignore[no-untyped-call]
+        transposed = _gradients(call, out, lse, dout, dlse, *tensors)
         given = [gradient if t is not None else None for gradient, t in zip(transposed, tangents, strict=True)]
         return call.scattered(hessian), given
 
@@ -317,7 +317,7 @@ class Backward(_WithRule):
         if tdout is None and tdlse is None:
             return tuple(found)
         tdout = torch.zeros_like(dout) if tdout is None else tdout
-        linear = Backward.apply(call, out, lse, tdout, tdlse, *tensors)  # type: ignore[no-untyped-call]
+        linear = _gradients(call, out, lse, tdout, tdlse, *tensors)
         return tuple(a + b for a, b in zip(found, linear, strict=True))
 
 
@@ -352,7 +352,7 @@ class DoubleBackward(_WithRule):
         tensors = rest[: call.ends[1]]
         _, _, *found = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
         dout2 = torch.zeros_like(out) if dout2 is None else dout2
-        linear = Backward.apply(call, out, lse, dout2, dlse2, *tensors)  # type: ignore[no-untyped-call]
+        linear = _gradients(call, out, lse, dout2, dlse2, *tensors)
         sums = (a + b for a, b in zip(found, linear, strict=True))
         given = (t if along is not None else None for t, along in zip(sums, rest[call.ends[1] :], strict=True))
         # Zeros go to `_NoThird`, which raises if a derivative for its tensor is asked for.
@@ -389,11 +389,19 @@ class _NoThird(_WithRule):
         return _NoThird.apply(t), in_dims[0]  # type: ignore[no-untyped-call]
 
 
+def _gradients(call: Call, out: Tensor, lse: Tensor, *rest: Tensor | None) -> Any:
+    """Returns the results of `Backward`.
+
+    Autograd would run the backward of out's and lse's node too, on zeros, if they were attached to it.
+    """
+    return Backward.apply(call, out.detach(), lse.detach(), *rest)  # type: ignore[no-untyped-call]
+
+
 def _twice(call: Call, inputs: Tensors, along: Tensors) -> Any:
     """Returns the results of `DoubleBackward`. inputs: of `Backward`."""
     out, lse, *rest = inputs
     kept = (t if t is None or not t.is_floating_point() else _NoThird.apply(t) for t in rest)  # type: ignore[no-untyped-call]
-    return DoubleBackward.apply(call, out, lse, *kept, *along)  # type: ignore[no-untyped-call]
+    return DoubleBackward.apply(call, out.detach(), lse.detach(), *kept, *along)  # type: ignore[no-untyped-call]
 
 
 def _save(ctx: FunctionContext, *tensors: Tensor | None) -> None:

@@ -401,6 +401,19 @@ def test_no_backend_sees_dual_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dual(ours).tangent.any()
 
 
+def test_the_first_backward_does_not_run_again_in_the_second() -> None:
+    """It is behind out, which is a function of the inputs: its derivative is in the second backward."""
+    leaves = [torch.randn(1, 8, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    out, dout, runs = attention(*leaves), torch.randn(1, 8, 2, 16, dtype=torch.float64), []
+    gradients = torch.autograd.grad(out, leaves, dout, create_graph=True)
+    assert out.grad_fn is not None
+    out.grad_fn.register_hook(lambda *_: runs.append(1))
+    torch.autograd.grad(gradients, leaves, gradients, retain_graph=True)
+    assert not runs
+    torch.autograd.grad(out, leaves, dout)
+    assert runs == [1]
+
+
 @pytest.mark.slow
 def test_torch_compile_around_a_jvp() -> None:
     torch.compiler.reset()
