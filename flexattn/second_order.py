@@ -265,7 +265,8 @@ class Tangent(_WithRule):
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Returns the gradients of the tensors and of the tangents. saved: the inputs behind the call. dout, dlse: results'."""
         out, lse, *rest = saved
-        assert out is not None and lse is not None
+        assert out is not None
+        assert lse is not None
         tensors, tangents = rest[: call.ends[1]], rest[call.ends[1] :]
         dout = torch.zeros_like(out) if dout is None else dout
         _, _, *hessian = _twice(call, (out, lse, dout, dlse, *tensors), tangents)
@@ -400,7 +401,8 @@ def _gradients(call: Call, out: Tensor, lse: Tensor, *rest: Tensor | None) -> An
 def _twice(call: Call, inputs: Tensors, along: Tensors) -> Any:
     """Returns the results of `DoubleBackward`. inputs: of `Backward`."""
     out, lse, *rest = inputs
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     kept = (t if t is None or not t.is_floating_point() else _NoThird.apply(t) for t in rest)  # type: ignore[no-untyped-call]
     return DoubleBackward.apply(call, out.detach(), lse.detach(), *kept, *along)  # type: ignore[no-untyped-call]
 
