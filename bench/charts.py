@@ -182,10 +182,9 @@ def bar_chart(title: str, panels: Sequence[Panel], x_label: str) -> str:
     return document(title, max(NARROWEST, columns * COLUMN), below - 20, parts)
 
 
-def figures(record: Record, leave_out: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yields (name, SVG) of each chart that the record has data for, without the implementations to leave out."""
-    rows = [row for row in record.rows if row.implementation not in leave_out]
-    record = record._replace(rows=sorted(rows, key=lambda row: not row.implementation.startswith("flexattn")))
+def figures(record: Record) -> Iterator[tuple[str, str]]:
+    """Yields (name, SVG) of each chart that the record has data for."""
+    record = record._replace(rows=sorted(record.rows, key=lambda row: not row.implementation.startswith("flexattn")))
     device = "a CPU" if record.device["type"] == "cpu" else record.device["name"]
     for direction in dict.fromkeys(direction for _, direction in record.cells()):
         panels = [

@@ -45,7 +45,6 @@ BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-
 NOT_SHOWN = ("flexattn", "python", "cuda")  # versions, which the file has
 PLOTS = "plots"  # the folder beside the page
 
-OUT_OF_PLOTS = ("cuDNN frontend",)  # its lines lie on those of SDPA cuDNN
 DECODE_PEERS = {
     "flash-attn 4": ("flash-attn 4",),
     "vLLM": ("vLLM, Triton",),
@@ -173,7 +172,7 @@ def plots(found: Sources) -> dict[str, str]:
     """Returns the SVG files of the page, by their names."""
     files: dict[str, str] = {}
     for name, run in (("h200", found.main), ("h100", found.second)):
-        drawn = dict(charts.figures(run, OUT_OF_PLOTS))
+        drawn = dict(charts.figures(run))
         files |= {f"{direction}_{name}.svg": drawn[f"sweep_{direction}"] for direction in ("forward", "backward")}
         if name == "h200":
             files |= {f"packed_{direction}_{name}.svg": drawn[f"ragged_{direction}"] for direction in ("forward", "backward")}

@@ -65,7 +65,7 @@ class Row(NamedTuple):
     biased_band: Tile | None = None  # for a bias with a band
     biased_mask: Tile | None = None  # for a bias with a mask_mod
     brief: Tile | None = None  # for at most BRIEF queries and keys, if nothing is loaded
-    # For a block mask whose blocks have at most 64 queries, if nothing is loaded. 8 warps share the rows of 64 queries: a forward at
+    # For a block mask whose blocks have at most 64 queries, if nothing is loaded. 8 warps share rows of 64 queries: a forward at
     # head dim 128 then takes 810 us on an H200 instead of 369 (bench/results/blocks_of_64_h200.json, script not kept).
     blocks: Tile | None = None
 

@@ -65,7 +65,8 @@ def computed(name: str) -> dict[tuple[str, str], Cell]:
     for workload, direction in run.cells():
         rows = run.of(workload, direction)
         refused = [backend for backend, one in regret.BACKENDS.items() if one in rows and rows[one].us is None]
-        ours = rows[regret.pick(run.workloads[workload], direction, device, refused)]  # type: ignore[arg-type]
+        picked = tables.AUTO if tables.AUTO in rows else regret.pick(run.workloads[workload], direction, device, refused)  # type: ignore[arg-type]
+        ours = rows[picked]
         peers = [row for row in rows.values() if row.us and not row.implementation.startswith("flexattn")]
         cells[workload, direction] = Cell(ours, min(peers, key=lambda row: row.us or math.inf))
     return cells
@@ -199,13 +200,22 @@ def test_every_slower_cell_is_listed(cells: dict[tuple[str, str], Cell]) -> None
 
 def test_sentences_without_figures_are_true_of_the_files() -> None:
     run = record.read(RESULTS / page.MAIN)
-    for workload, direction in run.cells():
-        if run.workloads[workload].group == "sweep":
-            times = run.of(workload, direction)
-            frontend, sdpa = times["cuDNN frontend"].tflops, times["SDPA cuDNN"].tflops
-            assert frontend == pytest.approx(sdpa, rel=0.05)  # one line in the plots
     assert run.versions["flash-attn-3"] is run.versions["flash-attn"] is None
-    assert not {"SDPA efficient", "SDPA math", "flash-attn 3"} & set(run.implementations())
+    assert not {"cuDNN frontend", "SDPA math", "flash-attn 3"} & set(run.implementations())
+
+
+@pytest.mark.parametrize(("whole", "apart"), [(page.MAIN, "standard"), (page.PUBLISHED, "models")])
+def test_times_of_a_run_apart_are_scaled_by_the_time_of_auto(whole: str, apart: str) -> None:
+    run, other = record.read(RESULTS / whole), record.read(RESULTS / f"{apart}_flash_attn_4_h200.json")
+    speeds = {}
+    for found in (run, other):
+        for workload, direction in found.cells():
+            rows = found.of(workload, direction)
+            ours, theirs = rows[tables.AUTO].us, rows["flash-attn 4"].us
+            if ours and theirs:
+                speeds.setdefault((workload, direction), []).append(theirs / ours)
+    assert len(speeds) > 90
+    assert all(first == pytest.approx(second) for first, second in speeds.values())
 
 
 def alike(run: Record, newer: Record) -> dict[str, tables.Standing]:
@@ -282,9 +292,21 @@ def lines_of_the_whole_run(run: Record, older: Record) -> list[str]:
 
 
 def test_the_last_whole_run_is_what_its_file_says() -> None:
-    """notes/bounds.md, "The last whole run": its cells are compared with the run before, whose standings are checked too."""
-    section, before = (section_of_bounds(title) for title in ("The last whole run", "On an NVIDIA H100"))
-    main, older = record.read(RESULTS / page.MAIN), record.read(RESULTS / page.SECOND)
+    run, section = record.read(RESULTS / page.MAIN), section_of_bounds("The last whole run")
+    lines = [
+        line.replace("peers", "others") for line in lines_of_the_whole_run(run, run) if re.match(r"\| \w+, (all|without)", line)
+    ]
+    behind = sorted((s for s in tables.standings(run) if s.speed < 0.99), key=lambda s: s.speed)
+    lines += [f"| {s.workload} {s.direction} | {s.speed:.3f} | {s.peer.implementation} |" for s in behind]
+    assert [line[: len(wanted)] for line, wanted in zip(lines_of_cells(section), lines, strict=True)] == lines
+    ahead = sum(s.speed >= 1.02 for s in tables.standings(run))
+    assert f"97 cells ahead by 2 % ({ahead} are) and 3 behind by more than 1 % ({len(behind)} are)" in section
+
+
+def test_the_whole_run_before_it_is_what_its_file_says() -> None:
+    """Its cells are compared with the run on an H100, whose standings are checked too."""
+    section, before = (section_of_bounds(title) for title in ("The whole run before it", "On an NVIDIA H100"))
+    main, older = record.read(RESULTS / "standard_again_h200.json"), record.read(RESULTS / page.SECOND)
     lines = lines_of_the_whole_run(main, older)
     table, _, profiles = section.partition("What binds those that are behind")
     assert profiles
