@@ -86,9 +86,9 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
         backward_kernels.hopper_backward(backward)
         if max(head_dims) <= 128:
             name = crossovers.fastest_tile("sm_90 fused", facts_of(problem, tokens=2048, packed=True))
-            short = dataclasses.replace(HOPPER_FUSED[name], is_persistent=True)
-            for variant in (conditions.fused_tile(problem), short, dataclasses.replace(short, converts=True)):
-                fused_kernels.fused_backward(backward, variant)
+            for is_persistent, converts in ((False, False), (True, False), (True, True)):
+                tile = dataclasses.replace(HOPPER_FUSED[name], is_persistent=is_persistent, converts=converts)
+                fused_kernels.fused_backward(backward, tile)
     if others:
         return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
     names = [x.kernel.__name__ for x in launches]  # _attn_fwd_hopper_kernel, _attn_bwd_dq_hopper_kernel, ...
