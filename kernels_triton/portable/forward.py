@@ -123,9 +123,10 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     v_pointer = row_at(block.v, tiles.begin)
     bias_pointer = row_at(block.bias, tiles.begin) if block.bias is not None else 0
     limit = _limit_of_keys(_keys_shown(head, tiles.begin, MODS, META)) if META.MASKS_KEYS else 0.0
-    IS_END: tl.constexpr = IS_MASKED and not (
-        META.IS_NEAR or META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 or META.QK1 > 0 or META.V1 > 0
-    )
+    IS_BANDED: tl.constexpr = META.HAS_LEFT or META.HAS_RIGHT
+    IS_ONE_PART: tl.constexpr = META.QK1 == 0 and META.V1 == 0
+    HAS_BIAS: tl.constexpr = block.bias is not None
+    IS_END: tl.constexpr = IS_MASKED and HAS_BIAS and IS_ONE_PART and not (META.IS_NEAR or IS_BANDED or META.BLOCK_SIZE_Q > 0)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N, num_stages=1 if IS_END else None):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N, META.PIECE > 0)
         if META.BLOCK_SIZE_Q > 0:
