@@ -99,6 +99,8 @@ def attend_sharded(attend: Callable[..., Any], q: Any, k: Any, v: Any, options: 
     for name, position in (("score_mod", 1), ("mask_mod", 0)):
         if arguments[name] is not None and (first_head or first_row):
             arguments[name] = _shifted(arguments[name], position, first_row, first_head)
+    if arguments["block_mask"] is not None and arguments["block_mask"].mask_mod is None:  # lists of blocks, made for this call
+        arguments["block_mask"].mask_mod = _shows_all
     if arguments["block_mask"] is not None and (first_head or first_row):
         arguments["block_mask"] = _shifted_blocks(arguments["block_mask"], first_row, first_head)
     s_q, s_kv = (q_format.index("s"), kv_format.index("s")) if dense else (None, None)
@@ -259,6 +261,10 @@ def _shifted_blocks(mask: BlockMask, first_row: int, first_head: int) -> BlockMa
     if not torch.compiler.is_compiling():
         object.__setattr__(mask, _SHIFTED, Kept(tensors, (place, shifted)))
     return shifted
+
+
+def _shows_all(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j >= 0
 
 
 def _dim(x: object) -> int:

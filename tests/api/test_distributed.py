@@ -154,6 +154,11 @@ for dim in (0, 2):
 kept = mask._flexattn_shifted.value[1]
 flexattn.attention(*parts(2), block_mask=mask)
 assert mask._flexattn_shifted.value[1] is kept
+lists = {"kv_indices": torch.zeros(1, 1, 1, 1, dtype=torch.int32), "kv_block_size": 16}  # which have no mask_mod
+for dim in (0, 2):
+    want = flexattn.attention(*whole, **lists).chunk(2, dim)[1]
+    torch.testing.assert_close(flexattn.attention(*parts(dim), **lists).to_local(), want)
+flexattn.attention(*parts(1), **lists)
 
 ends = torch.tensor([0, 8, 16], dtype=torch.int32)
 for dim, call, text in (

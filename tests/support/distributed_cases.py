@@ -47,6 +47,7 @@ def sharded() -> None:
         "a bias for pairs": {"bias": torch.randn(B // 2, HEADS, S, S, generator=generator)},
         "alibi": {"bias_type": "alibi"},
         "padding": {"attn_mask_type": "padding_causal", "cu_seqlens_q": cu, "cu_seqlens_kv": cu},
+        "lists of blocks": {"kv_indices": torch.zeros(1, 1, 1, 1, dtype=torch.int32), "kv_block_size": 16},
         "score_mod": {"score_mod": score_mod, "score_mod_tensors": [weights], "mask_mod": lambda b, h, i, j: i + h >= j + b},
     }
     dims = {"heads": "h", "batch": "b", "sequence": "s", "nothing": None}
