@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexattn.functional import attention
 from flexattn.mods.trace import Mod
 from flexattn.norm_rope import qk_norm_rope
-from flexattn.validation import check_flags, check_meaning, describe
+from flexattn.validation import check_flags, check_meaning, describe, is_one_of
 from flexattn.warn import warn_once
 
 __all__ = ["Attention", "MultiheadAttention", "qk_norm_rope"]
@@ -265,7 +265,7 @@ def _mask_arguments(
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
             raise TypeError(f"{name} is {describe(mask)}; accepted: bool, True if hidden, or floating point, added to the scores")
         check_meaning(name, mask)
-        if tuple(mask.shape) not in shapes:
+        if not is_one_of(mask.shape, shapes):
             raise ValueError(f"{name} is {describe(mask)}; accepted: shape {' or '.join(map(str, shapes))}")
         if name == "key_padding_mask":
             mask = mask.view(batch, 1, 1, len_kv)

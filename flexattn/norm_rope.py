@@ -13,7 +13,7 @@ from flexattn.dispatch.neutral import fixed_sizes
 from flexattn.dispatch.norm_rope import NormRope
 from flexattn.dispatch.select import BackendError
 from flexattn.function_context import FunctionContext
-from flexattn.validation import DTYPES, check_flag, check_number, check_tensor, describe
+from flexattn.validation import DTYPES, check_flag, check_number, check_tensor, describe, is_one_of
 
 _NUM_TENSORS = NormRope._fields.index("eps")  # they come first
 _operators = torch.ops.flexattn
@@ -170,7 +170,7 @@ def _check(
         name = f"{name} of position_embeddings"
         check_tensor(name, table, DTYPES, q.device)
         leading = tuple(table.shape[:-1])
-        if table.dim() not in (2, 3) or leading not in {tokens[1:], (1, *tokens[1:]), tuple(tokens)}:
+        if table.dim() not in (2, 3) or not is_one_of(leading, (tokens[1:], (1, *tokens[1:]), tokens)):
             raise ValueError(
                 f"{name} is {describe(table)} for q of {tuple(q.shape)}; accepted: [s, r], [1, s, r] or [b, s, r], for packed "
                 "tokens [t, r] or [1, t, r]; with position ids, pass table[position_ids]"

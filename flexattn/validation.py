@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -41,6 +41,14 @@ def are_values_read(t: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter) or t.device.type == "meta" or not is_ordinary():
         return False
     return t.device.type == "cpu" or options.check_values()
+
+
+def is_one_of(shape: Sequence[int], shapes: Iterable[Sequence[int]]) -> bool:
+    """Returns whether a shape is one of the shapes. It compares none of another number of dims.
+
+    Tuples of different lengths compare their first items, and each comparison is a guard on a size that torch.export leaves open.
+    """
+    return any(len(other) == len(shape) and tuple(other) == tuple(shape) for other in shapes)
 
 
 def check_flag(argument: str, value: object, *, optional: bool = False) -> None:
@@ -216,7 +224,7 @@ def check_alibi_slopes(bias_type: str, slopes: Tensor, q: Tensor, batch: int, he
     if bias_type != "alibi":
         raise ValueError(f"alibi_slopes is given with bias_type {bias_type!r}; accepted: None, or bias_type alibi")
     check_tensor("alibi_slopes", slopes, (torch.float32,), q.device)
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+    if not is_one_of(slopes.shape, ((heads,), (batch, heads))):
         raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: [h] = [{heads}] or [b, h] = [{batch}, {heads}]")
     if slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes requires a gradient; accepted: detached slopes, because they are not differentiable")
@@ -289,8 +297,8 @@ def check_rng_state(rng_state: Tensor, q: Tensor, batch: int | None = None) -> N
     from flexattn.dispatch.philox import ORIGIN  # a late import: few calls have an rng_state
 
     check_tensor("rng_state", rng_state, (torch.int64,), q.device)
-    is_by_sequence = batch is not None and tuple(rng_state.shape) in ((batch, len(ORIGIN)), (batch, len(ORIGIN) + 1))
-    if not (is_by_sequence or tuple(rng_state.shape) == (2,)) or not rng_state.is_contiguous():
+    is_by_sequence = batch is not None and is_one_of(rng_state.shape, ((batch, len(ORIGIN)), (batch, len(ORIGIN) + 1)))
+    if not (is_by_sequence or is_one_of(rng_state.shape, ((2,),))) or not rng_state.is_contiguous():
         also = "" if batch is None else f", or [b, 5 or 6] with b = {batch}: {', '.join(ORIGIN)} of each sequence in a whole"
         raise ValueError(
             f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset{also}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.spec import as_index, is_host_number
-from flexattn.validation import describe
+from flexattn.validation import describe, is_one_of
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -42,7 +42,7 @@ def check_index_tensor(name: str, t: object, shapes: tuple[tuple[int, ...], ...]
     """Raises unless t is a tensor of integers of one of the shapes."""
     if not isinstance(t, Tensor) or t.dtype not in _INTEGERS:
         raise TypeError(f"{name} is {describe(t)}; accepted: a tensor of integers")
-    if tuple(t.shape) not in shapes:
+    if not is_one_of(t.shape, shapes):
         raise ValueError(f"{name} is {describe(t)}; accepted: shape {' or '.join(str(shape) for shape in shapes)}")
 
 

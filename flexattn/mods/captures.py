@@ -67,6 +67,7 @@ _MOST_INPUTS = 1000  # floats that are inputs of a program: a trace takes a mill
 _NUMBERS = frozenset((int, bool, float))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONSTANTS = frozenset((int, bool, str, bytes, type(None), type(...), type(ABSENT), *_OF_TORCH))
+_SYMBOLIC = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ROOT_CLASSES = frozenset((object, typing.Generic, typing.Protocol, abc.ABC, torch.nn.Module))
 _OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType)
@@ -137,6 +138,9 @@ class _Walk:
     def visit(self, name: str, value: Any, may_copy: bool = True) -> tuple[Hashable, object]:
         """Returns the key of a value, and its copy, or the value itself if nothing in it is replaced."""
         kind: Any = type(value)
+        if kind in _SYMBOLIC:  # a size that torch.export leaves open is fixed by a graph that has its value
+            value = _SYMBOLIC[kind](value)
+            kind, self.num_replaced = type(value), self.num_replaced + 1
         if kind in _CONSTANTS:
             return (kind, value), value
         if kind is float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexattn
+import flexattn.nn
 from flexattn import mods, ops
 from tests.api.test_ops import OPCHECKS, op_arguments, permuted
 from tests.conftest import FreshPython
@@ -56,6 +57,85 @@ def test_export_with_a_dynamic_batch_and_length(kind: str, strict: bool) -> None
     for shape in SHAPES:
         torch.testing.assert_close(program.module()(*qkv(*shape)), model(*qkv(*shape)))
     assert not program.constants or kind != "score_mod"  # a mod's capture is an input of the operator
+
+
+class Call(torch.nn.Module):
+    """A module of one function, with the modules that it calls."""
+
+    def __init__(self, function: Any, *modules: torch.nn.Module) -> None:
+        super().__init__()
+        self.function, self.inner = function, torch.nn.ModuleList(modules)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*self.inner, *tensors)
+
+
+def export(call: Call, tensors: tuple[Tensor, ...], open_dims: tuple[dict[int, str], ...], strict: bool) -> Any:
+    sizes = {"b": torch.export.Dim("b", min=2), "s": torch.export.Dim("s", min=2)}
+    shapes = tuple({i: sizes[name] for i, name in dims.items()} for dims in open_dims)
+    return torch.export.export(call, tensors, dynamic_shapes=(shapes,), strict=strict)
+
+
+def heads_mask(mha: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out: Tensor = mha(x, x, x, need_weights=False, attn_mask=mask)[0]
+    return out
+
+
+# For each argument that has one of several shapes: a call, its tensors and their open dims. 2 is the first size of the argument's
+# other shape, or 8, the number of heads times the batch.
+OPEN_SIZES: dict[str, Any] = {
+    "rng_state": (
+        Call(lambda q, state: flexattn.attention(q, q, q, dropout_p=0.5, rng_state=state)),
+        lambda b, s: (torch.ones(b, s, 2, 8), torch.tensor([1, 2])),
+        ({0: "b", 1: "s"}, {}),
+    ),
+    "slopes": (
+        Call(lambda q, slopes: flexattn.attention(q, q, q, alibi_slopes=slopes)),
+        lambda b, s: (torch.ones(b, s, 2, 8), torch.ones(b, 2)),
+        ({0: "b", 1: "s"}, {0: "b"}),
+    ),
+    "attn_mask": (
+        Call(heads_mask, flexattn.nn.MultiheadAttention(16, 2, batch_first=True)),
+        lambda _, s: (torch.ones(4, s, 16), torch.ones(8, s, s)),
+        ({1: "s"}, {1: "s", 2: "s"}),
+    ),
+    "position_embeddings": (
+        Call(lambda q, cos: flexattn.nn.qk_norm_rope(q, q, (cos, cos))[0]),
+        lambda b, s: (torch.ones(b, s, 2, 8), torch.ones(s, 8)),
+        ({0: "b", 1: "s"}, {0: "s"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPEN_SIZES)
+def test_an_argument_with_one_of_several_shapes_leaves_sizes_open(name: str, strict: bool) -> None:
+    call, tensors, open_dims = OPEN_SIZES[name]
+    program = export(call, tensors(4, 6), open_dims, strict)
+    for sizes in ((2, 2), (4, 8), (3, 9)):
+        torch.testing.assert_close(program.module()(*tensors(*sizes)), call(*tensors(*sizes)))
+
+
+def test_each_export_leaves_the_sizes_of_a_mask_open() -> None:
+    """Whether a dim of the mask is 1 is a torch.SymBool then, which the mask's function reads."""
+    call = Call(lambda q, mask: flexattn.attention(q, q, q, mask=mask))
+    for _ in range(2):
+        mask = torch.ones(4, 1, 6, 6, dtype=torch.bool).tril()
+        program = export(call, (torch.ones(4, 6, 2, 8), mask), ({0: "b", 1: "s"}, {0: "b", 2: "s", 3: "s"}), strict=False)
+        tensors = torch.randn(3, 9, 2, 8), torch.ones(3, 1, 9, 9, dtype=torch.bool).tril()
+        torch.testing.assert_close(program.module()(*tensors), call(*tensors))
+
+
+def test_a_mod_that_reads_an_open_size_fixes_it() -> None:
+    def attend(q: Tensor) -> Tensor:
+        length = q.shape[1]
+        return flexattn.attention(q, q, q, score_mod=lambda s, b, h, i, j: s + (i - j) / length)
+
+    q = torch.randn(4, 6, 2, 8)
+    with pytest.raises(Exception, match="You marked s as dynamic but your code specialized it to be a constant"):
+        export(Call(attend), (q,), ({0: "b", 1: "s"},), strict=False)
+    program = export(Call(attend), (q,), ({0: "b"},), strict=False)
+    torch.testing.assert_close(program.module()(q[:2]), attend(q[:2]))
 
 
 COLD = """
