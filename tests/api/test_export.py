@@ -138,6 +138,16 @@ def test_a_mod_that_reads_an_open_size_fixes_it() -> None:
     torch.testing.assert_close(program.module()(q[:2]), attend(q[:2]))
 
 
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_score_mod_leaves_more_queries_or_more_keys_open(strict: bool) -> None:
+    """A finite score is a mask only if there are no more queries than keys, and a program may run with either."""
+    hides = Call(lambda q, k: flexattn.attention(q, k, k, score_mod=lambda s, b, h, i, j: torch.where(i - j <= 2, s, -1e9)))
+    program = export(hides, (torch.ones(4, 6, 2, 8), torch.ones(4, 9, 2, 8)), ({1: "b"}, {1: "s"}), strict)
+    for queries, keys in ((9, 3), (3, 9)):
+        tensors = torch.randn(4, queries, 2, 8), torch.randn(4, keys, 2, 8)
+        torch.testing.assert_close(program.module()(*tensors), hides(*tensors))
+
+
 COLD = """
 import sys, torch
 from flexattn import attention
