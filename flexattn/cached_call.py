@@ -424,8 +424,8 @@ class CachedCall(KeptCall):
             dout = torch.zeros_like(out)
         inputs = (*self.saved.restore(tensors, history), out, lse, dout, dlse)
         is_direct = not torch.compiler.is_compiling() and is_ordinary() and options.snapshot() is not None
-        is_stored = type(dout) in PLAIN and not dout.is_neg() and (dlse is None or (type(dlse) in PLAIN and not dlse.is_neg()))
-        if not (is_direct and is_stored):
+        is_stored = is_direct and type(dout) in PLAIN and not dout.is_neg()  # no is_neg in a trace, as of compiled autograd
+        if not (is_stored and (dlse is None or (type(dlse) in PLAIN and not dlse.is_neg()))):
             gradients = self._operator_gradients(inputs)
         elif is_profiled():
             with record_function("flexattn::attention_backward"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 import torch._dynamo.testing
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -470,3 +471,17 @@ def test_mods_read_differences_of_dynamic_sizes() -> None:
     for lengths in ((8, 8), (5, 9)):
         q, k = (torch.randn(1, length, 2, 16) for length in lengths)
         torch.testing.assert_close(compiled(q, k), call(q, k))
+
+
+def test_compiled_autograd_traces_the_backward_as_one_graph() -> None:
+    q, k, v = tensors(2, 9)
+    want = torch.autograd.grad(sum_of_both(q, k, v), (q, k, v))
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        sum_of_both(q, k, v).backward()
+    torch.testing.assert_close([t.grad for t in (q, k, v)], [*want])
+
+
+def sum_of_both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, lse = flexattn.attention(q, k, v, return_lse=True)
+    return out.square().sum() + lse.square().sum()
