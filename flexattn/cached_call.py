@@ -424,7 +424,7 @@ class CachedCall(KeptCall):
             dout = torch.zeros_like(out)
         inputs = (*self.saved.restore(tensors, history), out, lse, dout, dlse)
         is_direct = not torch.compiler.is_compiling() and is_ordinary() and options.snapshot() is not None
-        is_stored = is_direct and type(dout) in PLAIN and not dout.is_neg()  # no is_neg in a trace, as of compiled autograd
+        is_stored = is_direct and type(dout) in PLAIN and not dout.is_neg()  # compiled autograd traces no is_neg
         if not (is_stored and (dlse is None or (type(dlse) in PLAIN and not dlse.is_neg()))):
             gradients = self._operator_gradients(inputs)
         elif is_profiled():

@@ -350,7 +350,7 @@ def _masks(band: Band, max_q: int, max_kv: int) -> int:
     if misses_diagonal(band.left, band.right):
         return 1
     if torch.compiler.is_exporting():  # a comparison would hold for the sizes of the program's inputs
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # here, as few processes export
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # here, because few processes export
 
         return 3 if statically_known_true(max_q <= max_kv) else 1
     if max_q <= max_kv:
