@@ -188,7 +188,10 @@ def figures(record: Record) -> Iterator[tuple[str, str]]:
     device = "a CPU" if record.device["type"] == "cpu" else record.device["name"]
     for direction in dict.fromkeys(direction for _, direction in record.cells()):
         panels = [
-            Panel(f"Head dim {d}, {_mask(mask)}", _lines(record, [w.name for w in panel(record, d, mask)], direction, _tflops))
+            Panel(
+                f"Head dim {d}, {'causal' if mask == 'causal' else 'no mask'}",
+                _lines(record, [w.name for w in panel(record, d, mask)], direction, lambda row: row.tflops),
+            )
             for panel_direction, d, mask in sorted(sweep_panels(record), key=lambda p: (p[2], p[1]))
             if panel_direction == direction
         ]
@@ -200,25 +203,14 @@ def figures(record: Record) -> Iterator[tuple[str, str]]:
             if group in ("scaling", "memory"):
                 if lines := _lines(record, names, direction, lambda row: row.peak_mib):
                     title = f"Peak memory of a call by sequence length on {device}"
-                    panels = [Panel(f"{_direction(direction)}, one sequence", lines)]
+                    call = "Forward and backward" if direction == "both" else direction.capitalize()
+                    panels = [Panel(f"{call}, one sequence", lines)]
                     yield f"{group}_{direction}", line_chart(title, panels, "sequence length, tokens", "MiB", log_y=True)
             elif group not in ("sweep", PUBLISHED):
                 panels = [Panel(title_of(record.workloads[name]), bars=_bars(record.of(name, direction))) for name in names]
                 if panels := [p for p in panels if p.bars]:
                     title = f"{direction.capitalize()} on {device}: TFLOP/s, longer is faster"
                     yield f"{group}_{direction}", bar_chart(title, panels, "TFLOP/s")
-
-
-def _mask(mask: str) -> str:
-    return "causal" if mask == "causal" else "no mask"
-
-
-def _direction(direction: str) -> str:
-    return "Forward and backward" if direction == "both" else direction.capitalize()
-
-
-def _tflops(row: Row) -> float | None:
-    return row.tflops
 
 
 def _lines(

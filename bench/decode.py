@@ -11,7 +11,6 @@ so a graph that reads freed memory is found. Needs a GPU.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import gc
 import statistics
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.bench import harness
 from flexattn.bench.decode_cells import CELLS, DTYPE, Cell, Step, bytes_of, exact, flops_of, make_steps
 from flexattn.bench.decode_peers import peers
 from flexattn.bench.harness import Call, Row, Run, event_times, host_us, in_turns, make_parser, need_gpu, quartiles
@@ -31,7 +31,6 @@ FLUSH_BYTES = 2**28  # written before each replay: empties L2
 HOST_CALLS = 50
 ROUNDS, CALLS = 5, 8  # turns of each implementation, and replays in each
 SLOW_US = 5000.0  # if a replay takes longer, a turn is one replay, and the host's time is not measured
-WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 
 
 def implementations(cell: Cell, paged: Step, dense: Step) -> dict[str, Callable[[], Call]]:
@@ -84,17 +83,13 @@ def poison_free_memory() -> None:
     del held
 
 
-def distance(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted).norm() / wanted.norm())
-
-
 def error_of_replay(it: Captured, wanted: Tensor) -> float:
     """Returns the distance between the output of one more replay and `wanted`."""
     it.out.fill_(torch.nan)
     it.spoil()
     it.graph.replay()
     torch.cuda.synchronize()
-    return distance(it.out, wanted)
+    return harness.distance(it.out, wanted)
 
 
 def time_replays(it: Captured, flush: Tensor, calls: int = CALLS) -> list[float]:
@@ -112,7 +107,7 @@ def measure_merge(flush: Tensor) -> Row:
     row: Row = {"cell": "merge of 16384 queries", "implementation": "flexattn"}
     it = captured(functools.partial(merge_attention, *sides, qkv_format="thd"))
     row["error"] = error_of_replay(it, wanted)
-    if not row["error"] < WORST:
+    if not row["error"] < harness.WORST:
         return row | {"status": "wrong"}
     us = statistics.median(us for _ in range(ROUNDS) for us in time_replays(it, flush))
     moved = 3 * sides[0].nbytes + 3 * sides[1].nbytes
@@ -151,8 +146,8 @@ def _prepared(prepare: Callable[[], Call], wanted: Tensor, row: Row, is_timed: b
     """Returns the graph of an implementation if its result is right. `row` gets the error, or the reason of a refusal."""
     try:
         call = prepare()
-        row["error"] = distance(call(), wanted)
-        if row["error"] < WORST:
+        row["error"] = harness.distance(call(), wanted)
+        if row["error"] < harness.WORST:
             row["status"] = "checked"
             return captured(call) if is_timed else None
         row["status"] = "wrong"
@@ -166,7 +161,7 @@ def _prepared(prepare: Callable[[], Call], wanted: Tensor, row: Row, is_timed: b
 
 def _check_replay(row: Row, it: Captured, wanted: Tensor) -> None:
     row["error_of_replay"] = max(error_of_replay(it, wanted), row.get("error_of_replay", 0.0), key=lambda x: (x != x, x))
-    if not row["error_of_replay"] < WORST:
+    if not row["error_of_replay"] < harness.WORST:
         row["status"] = "wrong"
 
 
@@ -219,20 +214,18 @@ def outcome(row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    help_text = "measure cells whose name matches a pattern, such as 'MLA*', in the order of the patterns"
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help=help_text)
+    parser = make_parser(__doc__, only="measure cells whose name matches a pattern, such as 'MLA*', in the order of the patterns")
     parser.add_argument("--check", action="store_true", help="compile and check everything, and time nothing")
     parser.add_argument("--list", action="store_true", help="print the cells' names, and measure nothing")
     options = parser.parse_args(argv)
-    chosen = {name: cell for only in options.only for name, cell in CELLS.items() if fnmatch.fnmatchcase(name, only)}
+    cells = harness.chosen(CELLS, options.only)
     if options.list:
-        print("\n".join(chosen))
+        print("\n".join(cells))
         return 0
     need_gpu(parser)
     run = Run("flexattn.bench.decode", __doc__, options.out, argv, peers={peer.name: peer.version for peer in peers()})
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    for name, cell in [*chosen.items(), ("merge", None)]:
+    for name, cell in [*cells.items(), ("merge", None)]:
         if cell is None and (options.check or "*" not in options.only):
             continue
         rows = [measure_merge(flush)] if cell is None else measure(name, cell, flush, not options.check)

@@ -15,7 +15,6 @@ metadata of a step is measured on the host. Needs a GPU. If an engine is missing
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import sys
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.bench import decode, record
+from flexattn.bench import decode, harness, record
 from flexattn.bench.decode_cells import GARBAGE, LATENT, WINDOW, Cell, Step, decodes
 from flexattn.bench.harness import Call, Row, Run, host_us, make_parser, need_gpu
 from flexattn.bench.implementations import Unavailable
@@ -286,16 +285,13 @@ def _outcome(row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    help_text = "measure cells whose name matches a pattern, such as 'MLA*', in the order of the patterns"
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help=help_text)
+    parser = make_parser(__doc__, only="measure cells whose name matches a pattern, such as 'MLA*', in the order of the patterns")
     parser.add_argument("--check", action="store_true", help="compile and check everything, and time nothing")
     options = parser.parse_args(argv)
     need_gpu(parser)
-    chosen = {name: cell for only in options.only for name, cell in CELLS.items() if fnmatch.fnmatchcase(name, only)}
     run = Run("flexattn.bench.engines", __doc__, options.out, argv, **{name: record.installed(name) for name in PACKAGES})
     flush = torch.empty(decode.FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    for name, cell in chosen.items():
+    for name, cell in harness.chosen(CELLS, options.only).items():
         with torch.inference_mode():
             rows = measure(name, cell, flush, not options.check)
         decode.free_memory()

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from flexattn.bench import record
 from flexattn.cli import Parser
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 Row = dict[str, Any]
 Call = Callable[[], Any]
 
 
-def make_parser(method: str | None) -> Parser:
-    """Returns a parser with --out, described by the first line of a program's docstring."""
+WORST = 2.0**-6  # the largest `distance` of a right result: several times the rounding of bf16, far below a wrong result
+
+
+def make_parser(method: str | None, only: str = "") -> Parser:
+    """Returns a parser with --out, described by the first line of a program's docstring. only: the help of --only, see `chosen`."""
     parser = Parser(description=method.splitlines()[0] if method else None)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the result here, after every row")
+    if only:
+        parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help=only)
     return parser
+
+
+def chosen(cells: Mapping[str, T], patterns: Iterable[str]) -> dict[str, T]:
+    """Returns the cells whose names match a pattern, in the order of the patterns."""
+    return {name: cells[name] for pattern in patterns for name in cells if fnmatch.fnmatchcase(name, pattern)}
 
 
 def need_gpu(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +100,23 @@ def in_turns(keys: Iterable[K], rounds: int, turn: Callable[[K], Iterable[float]
         for key in order[first:] + order[:first]:
             samples[key] += turn(key)
     return samples
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    """Returns |got - exact| / |exact| in the Euclidean norm, in float32 or in exact's wider dtype."""
+    exact = exact.to(torch.promote_types(exact.dtype, torch.float32))
+    return float((got.to(exact.dtype) - exact).norm() / exact.norm())
+
+
+def forward_and_backward(attend: Callable[..., Tensor], qkv: Sequence[Tensor]) -> dict[str, Call]:
+    """Returns the calls of both directions. The backward is that of one forward, whose graph is retained."""
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    out = attend(*leaves)
+    dout = torch.randn_like(out)
+    return {
+        "forward": lambda: attend(*qkv),
+        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+    }
 
 
 def quartiles(samples: Sequence[float], name: str = "us") -> dict[str, float]:

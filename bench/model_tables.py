@@ -6,13 +6,9 @@ from collections.abc import Sequence
 
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import PUBLISHED, is_unseen
-from flexattn.bench.tables import AUTO, Standing, Table, geometric_mean, is_ours, standings
+from flexattn.bench.tables import AUTO, Standing, Table, geometric_mean, is_ours, microseconds, standings
 
 AHEAD, BEHIND = 1.02, 0.99
-
-
-def has_models(record: Record) -> bool:
-    return any(record.workloads[name].group == PUBLISHED for name, _ in record.cells())
 
 
 def published(record: Record) -> dict[tuple[str, str], Standing]:
@@ -62,9 +58,9 @@ def without_times(table: Table) -> Table:
 def _cell(record: Record, every: dict[tuple[str, str], Standing], name: str, direction: str) -> list[str]:
     s = every.get((name, direction))
     if s is not None:
-        return [_us(s.ours.us), f"{s.speed:.3f}", s.peer.implementation]
+        return [microseconds(s.ours.us), f"{s.speed:.3f}", s.peer.implementation]
     ours = record.of(name, direction).get(AUTO)
-    return ["-" if ours is None else ours.status if ours.us is None else _us(ours.us), "-", "-"]
+    return ["-" if ours is None else ours.status if ours.us is None else microseconds(ours.us), "-", "-"]
 
 
 def own_table(record: Record) -> list[Table]:
@@ -78,14 +74,7 @@ def own_table(record: Record) -> list[Table]:
     return [Table("Time of auto, that of the fastest of flexattn's own being 1", ["time", "fastest"], rows)] if rows else []
 
 
-def _us(us: float | None) -> str:
-    assert us is not None
-    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
-
-
 def model_tables(record: Record) -> list[Table]:
     """Returns the summary, the unseen shapes and the others; nothing for a record without published models."""
-    if not has_models(record):
-        return []
     tables = [summary(record), cells_table(record, "Unseen shapes", True), cells_table(record, "Other shapes", False)]
     return [table for table in tables if table.rows]

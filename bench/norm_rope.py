@@ -11,7 +11,6 @@ with float64: flexattn's error may be twice that of the fused form without torch
 
 from __future__ import annotations
 
-import fnmatch
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from flexattn.bench import harness
 from flexattn.bench.harness import Row, Run, make_parser, need_gpu, quartiles
 from flexattn.bench.measure import time_on_device
 from flexattn.nn import qk_norm_rope
@@ -204,19 +204,17 @@ def measure_blocks(shape: Shape, x: Inputs) -> Iterator[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of shapes, such as 'Qwen*'")
+    parser = make_parser(__doc__, only="patterns of shapes, such as 'Qwen*'")
     parser.add_argument("--blocks", action="store_true", help="time blocks of the kernels")
     options = parser.parse_args(argv)
     need_gpu(parser)
     run = Run("flexattn.bench.norm_rope", __doc__, options.out, argv)
-    for name, shape in SHAPES.items():
-        if any(fnmatch.fnmatch(name, pattern) for pattern in options.only):
-            x = inputs_of(shape, torch.bfloat16, "cuda")
-            for row in (measure_blocks if options.blocks else measure)(shape, x):
-                fields = {"shape": name, "sizes": shape, **row}
-                facts = f"{row['us']:8.1f} us {row.get('speed', '')!s:5.5}" if "us" in row else row["error"]
-                run.add(fields, f"{name:8} {row.get('direction', ''):9} {row.get('block', row['implementation'])!s:26} {facts}")
+    for name, shape in harness.chosen(SHAPES, options.only).items():
+        x = inputs_of(shape, torch.bfloat16, "cuda")
+        for row in (measure_blocks if options.blocks else measure)(shape, x):
+            fields = {"shape": name, "sizes": shape, **row}
+            facts = f"{row['us']:8.1f} us {row.get('speed', '')!s:5.5}" if "us" in row else row["error"]
+            run.add(fields, f"{name:8} {row.get('direction', ''):9} {row.get('block', row['implementation'])!s:26} {facts}")
     run.write()
     return run.status()
 

@@ -26,6 +26,7 @@ from flexattn.bench.tables import (
     figure,
     geometric_mean,
     is_ours,
+    microseconds,
     name_of,
     panel,
     standings,
@@ -229,19 +230,10 @@ def _cells(found: Record) -> dict[tuple[str, str], Standing]:
     return {(s.workload, s.direction): s for s in standings(found)}
 
 
-def sweep_table(found: Record) -> Table:
-    """Returns the speed in each cell of the sweep."""
-    every = _cells(found)
-    return _over_lengths(found, lambda name, direction: _speed(every.get((name, direction))))
-
-
-def rates_table(found: Record) -> Table:
-    """Returns the TFLOP/s of `auto` in each cell of the sweep."""
-    return _over_lengths(found, lambda name, direction: figure(found.of(name, direction).get(AUTO)))
-
-
-def _over_lengths(found: Record, show: Callable[[str, str], str]) -> Table:
-    rows = []
+def sweep_table(found: Record, show: Callable[[str, str], str] | None = None) -> Table:
+    """Returns a text for each cell of the sweep: the speed, or the result of `show`."""
+    every, rows = _cells(found), []
+    show = show or (lambda *cell: _speed(every.get(cell)))
     for direction, head_dim, mask in sweep_panels(found):
         texts = {w.seqlen_q: show(w.name, direction) for w in panel(found, head_dim, mask)}
         title = f"{direction}, {head_dim}, {'causal' if mask == 'causal' else 'no mask'}"
@@ -270,15 +262,11 @@ def slower_table(found: Record) -> Table:
 def decode_table(decode: Content) -> Table:
     """Returns flexattn's microseconds, and its speed relative to each peer."""
     rows = [
-        (cell, [_microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in DECODE_PEERS)])
+        (cell, [microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in DECODE_PEERS)])
         for cell, us in _decode_times(decode).items()
         if len(us) > 1 and (ours := us["flexattn"])
     ]
     return Table("", ["flexattn, us", *DECODE_PEERS], rows)
-
-
-def _microseconds(us: float) -> str:
-    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
 
 
 def host_table(found: Record) -> Table:
@@ -374,7 +362,7 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
     "memory": lambda s: memory_table(s.main).markdown("implementation"),
     "implementations": lambda s: f"{peer_table(s.main).markdown('implementation')}\n\n{dense_mask_note(s.main)}",
     "sweep": lambda s: sweep_table(s.main).markdown(SWEEP_CORNER),
-    "rates": lambda s: rates_table(s.main).markdown(SWEEP_CORNER),
+    "rates": lambda s: sweep_table(s.main, lambda *cell: figure(s.main.of(*cell).get(AUTO))).markdown(SWEEP_CORNER),
     "workloads": lambda s: others_table(s.main).markdown("workload"),
     "slower": lambda s: slower_table(s.main).markdown("cell"),
     "older GPUs": lambda found: older_gpus(found.older),

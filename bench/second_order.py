@@ -12,7 +12,6 @@ the first tile's. Needs a GPU; `pip install --no-deps jvp_flash_attention` bring
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import importlib.util
 import sys
@@ -25,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexattn import attention
+from flexattn.bench import harness
 from flexattn.bench.harness import Row, Run, make_parser, need_gpu, quartiles
 from flexattn.bench.measure import peak_bytes, time_on_device
 
@@ -41,7 +41,6 @@ CELLS = {
 BUDGET_MS = 300.0  # device time of each call
 MOST_SCORES = 2**30  # for the math backend, whose matrices of more scores do not fit
 JVP_FLASH_DIMS = (16, 32, 64, 128, 256)
-WORST = 2.0**-6  # |got - first| / |first| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 
 TILES: dict[str, Sequence[tuple[int, int, int, int]]] = {  # queries and keys of a block, warps, stages
     "tangent": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 1), (128, 64, 8, 2)),
@@ -211,7 +210,7 @@ def joint_candidates(shape: tuple[int, ...], device: str = "cuda") -> dict[str, 
 
 
 def error_of(got: Sequence[Tensor], first: Sequence[Tensor]) -> float:
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, first, strict=True))
+    return max(map(harness.distance, got, first))
 
 
 def wrong(calls: Mapping[str, Callable[[], Any]], shape: tuple[int, ...], device: str = "cuda") -> str:
@@ -220,7 +219,7 @@ def wrong(calls: Mapping[str, Callable[[], Any]], shape: tuple[int, ...], device
     for direction, call in calls.items():
         got, first = (x if isinstance(x, tuple) else (x,) for x in (call(), expected[direction]()))
         error = error_of(got, first)
-        if not error < WORST:
+        if not error < harness.WORST:
             return f"{direction}: error {error:.1e}"
     return ""
 
@@ -235,7 +234,7 @@ def measure_tiles(name: str, shape: tuple[int, ...], run: Run) -> None:
         for tile, candidate in found.items():
             times, error = quartiles([1e3 * ms for ms in samples[tile].ms]), error_of(candidate.results, first)
             row: Row = {"cell": name, "shape": shape, "kernel": kernel, "tile": tile, "error": error, **times}
-            row["status"] = "measured" if error < WORST else "wrong"
+            row["status"] = "measured" if error < harness.WORST else "wrong"
             run.add(row, f"{name:14} {kernel:8} {tile:28} {times['us']:10.0f} us  error {error:.1e}")
 
 
@@ -255,13 +254,12 @@ def compile_tiles(shapes: Sequence[tuple[int, ...]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of cells, such as '8 x*'")
+    parser = make_parser(__doc__, only="patterns of cells, such as '8 x*'")
     parser.add_argument("--tiles", action="store_true", help="time tiles of each kernel")
     arguments = parser.parse_args(argv)
     need_gpu(parser)
     run = Run("flexattn.bench.second_order", __doc__, arguments.out)
-    cells = {name: shape for name, shape in CELLS.items() if any(fnmatch.fnmatch(name, p) for p in arguments.only)}
+    cells = harness.chosen(CELLS, arguments.only)
     if arguments.tiles:
         compile_tiles([(2, 2 * min(length, 1024), 2, dim) for _, length, _, dim in cells.values()])
     for name, shape in cells.items():

@@ -12,7 +12,6 @@ Blackwell, it compiles for a minute with 16 keys, and for hours with 512. So its
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flexattn import BackendError, attention
+from flexattn.bench import harness
 from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu, quartiles
 from flexattn.key_lists import with_block_mask
 from flexattn.shorthands import score_sizes
@@ -30,7 +30,6 @@ CALLS = 8
 CHECKED = 64  # queries whose results are compared with the eager backend
 UNROLLED = 16  # keys of the longest list for which attention-gym's forward is compiled
 BLOCK_BACKENDS = {"triton": "", "cudnn": ", cuDNN"}  # backends of cells whose queries share lists, and names in rows
-WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 
 
 class Cell(NamedTuple):
@@ -117,24 +116,14 @@ def error_of(cell: Cell, qkv: list[Tensor], options: dict[str, Any], out: Tensor
     own = {name: t[:, -CHECKED:] if name == "kv_indices" else t for name, t in options.items()}
     if "kv_block_size" in options and isinstance(options["kv_block_size"], int):  # they share the last list
         own |= {"kv_indices": options["kv_indices"][:, :, -1:], "kv_block_size": (CHECKED, options["kv_block_size"])}
-    return _distance(out[:, -CHECKED:], attention(q, k, v, **(own | {"backend": "eager"})))
-
-
-def _distance(got: Tensor, exact: Tensor) -> float:
-    return float((got.float() - exact.float()).norm() / exact.float().norm())
+    return harness.distance(out[:, -CHECKED:], attention(q, k, v, **(own | {"backend": "eager"})))
 
 
 def calls_of(qkv: list[Tensor], options: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    leaves = [t.detach().requires_grad_() for t in qkv]
-    out = attention(*leaves, **options)
-    dout = torch.randn_like(out)
-    calls: dict[str, Callable[[], object]] = {
-        "forward": lambda: attention(*qkv, **options),
-        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
-    }
+    calls = harness.forward_and_backward(functools.partial(attention, **options), qkv)
     if "kv_indices" in options:
-        repeatable = attention(*leaves, deterministic=True, **options)
-        calls["backward, deterministic"] = lambda: torch.autograd.grad(repeatable, leaves, dout, retain_graph=True)
+        repeatable = harness.forward_and_backward(functools.partial(attention, deterministic=True, **options), qkv)
+        calls["backward, deterministic"] = repeatable["backward"]
     return calls
 
 
@@ -211,7 +200,7 @@ def measure_peer(cell: Cell, run: Run, qkv: list[Tensor], options: dict[str, Any
     dout = torch.randn_like(out)
     wanted = torch.autograd.grad(out, leaves, dout)
     backward = peer_backward(cell, call, out.detach(), lse.detach(), dout)
-    error = max(map(_distance, peer_gradients(cell, backward), wanted))
+    error = max(map(harness.distance, peer_gradients(cell, backward), wanted))
     add_times(cell, run, {"backward, attention-gym": backward}, error)
 
 
@@ -222,7 +211,7 @@ def add_times(cell: Cell, run: Run, calls: dict[str, Callable[[], object]], erro
         times = quartiles(event_times(call, CALLS, lambda: None))
         rate = flops_of(cell, direction) / times["us"] / 1e6
         row: Row = {"cell": cell.name, "direction": direction, "error": error, "tflops": rate, **times}
-        row["status"] = "measured" if error < WORST else "wrong"
+        row["status"] = "measured" if error < harness.WORST else "wrong"
         run.add(row, f"{cell.name:32} {direction:24} {times['us']:10.0f} us {rate:7.1f} TFLOP/s  error {error:.1e}")
 
 
@@ -269,7 +258,7 @@ def measure_blocks(cell: Cell, run: Run, device: str) -> None:
                 continue
             gradients = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         errors = {"forward": error_of(cell, qkv, options, out.detach())}
-        errors["backward"] = max(_distance(t[0, :, 0], e) for t, e in zip(gradients, exact, strict=True))
+        errors["backward"] = max(harness.distance(t[0, :, 0], e) for t, e in zip(gradients, exact, strict=True))
         calls: dict[str, Callable[[], object]] = {
             "forward": lambda backend=backend: attention(*qkv, **ready | {"backend": backend}),  # type: ignore[misc]
             "backward": lambda out=out: torch.autograd.grad(out, leaves, dout, retain_graph=True),  # type: ignore[misc]
@@ -296,15 +285,13 @@ def measure(cell: Cell, run: Run, device: str = "cuda") -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of cells, such as 'FlashMLA*'")
+    parser = make_parser(__doc__, only="patterns of cells, such as 'FlashMLA*'")
     arguments = parser.parse_args(argv)
     need_gpu(parser)
     run = Run("flexattn.bench.sparse", __doc__, arguments.out)
-    for cell in CELLS:
-        if any(fnmatch.fnmatch(cell.name, pattern) for pattern in arguments.only):
-            measure(cell, run)
-            torch.cuda.empty_cache()
+    for cell in harness.chosen({cell.name: cell for cell in CELLS}, arguments.only).values():
+        measure(cell, run)
+        torch.cuda.empty_cache()
     run.write()
     return run.status()
 

@@ -212,9 +212,7 @@ class Standing(NamedTuple):
     @property
     def speed(self) -> float:
         """The peer's time over flexattn's: above 1 if flexattn is faster."""
-        assert self.ours.us is not None
-        assert self.peer.us is not None
-        return self.peer.us / self.ours.us
+        return _us(self.peer) / _us(self.ours)
 
 
 def is_ours(name: str) -> bool:
@@ -236,6 +234,12 @@ def standings(record: Record, peer: str | None = None, ours: str | None = None) 
 def _us(row: Row) -> float:
     assert row.us is not None
     return row.us
+
+
+def microseconds(us: float | None) -> str:
+    """Returns a time of a page with three digits or all before the point."""
+    assert us is not None
+    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
 
 
 def geometric_mean(values: Iterable[float]) -> float:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from flexattn import attention, create_block_mask, mods
+from flexattn.bench import harness
 from flexattn.bench.harness import Row, Run, event_times, in_turns, make_parser, need_gpu, quartiles
 
 ROUNDS, CALLS = 3, 4
 CHECKED = 64  # queries whose results are compared with the eager backend
-WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 
 
@@ -84,21 +84,7 @@ def error_of(mask_mod: Callable[..., Tensor], qkv: list[Tensor], out: Tensor) ->
     first = out.shape[1] - min(CHECKED, out.shape[1])
     q, k, v = (t.float() for t in (qkv[0][:, first:], *qkv[1:]))
     exact = attention(q, k, v, mask_mod=lambda b, h, i, j: mask_mod(b, h, i + first, j), backend="eager")
-    return float((out[:, first:].float() - exact).norm() / exact.norm())
-
-
-def calls_of(qkv: list[Tensor], options: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    leaves = [t.detach().requires_grad_() for t in qkv]
-    out = attention(*leaves, **options)
-    dout = torch.randn_like(out)
-    return {
-        "forward": lambda: attention(*qkv, **options),
-        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
-    }
-
-
-def _times(calls: dict[str, Callable[[], object]], way: str) -> list[float]:
-    return event_times(calls[way], CALLS, lambda: None)
+    return harness.distance(out[:, first:], exact)
 
 
 def measure(tree: Tree, run: Run, device: str = "cuda") -> None:
@@ -110,15 +96,16 @@ def measure(tree: Tree, run: Run, device: str = "cuda") -> None:
         "BlockMask": {"block_mask": create_block_mask(mask_mod, None, None, tokens, tokens, device)},
     }
     pairs = dict.fromkeys(ways, tree.visible_pairs()) | {"dense causal": tokens * (tokens + 1) // 2}
-    calls = {way: calls_of(qkv, options | {"backend": "triton"}) for way, options in ways.items()}
+    attends = {way: functools.partial(attention, backend="triton", **options) for way, options in ways.items()}
+    calls = {way: harness.forward_and_backward(attend, qkv) for way, attend in attends.items()}
     masks = dict.fromkeys(ways, mask_mod) | {"dense causal": mods.causal()}
-    errors = {way: error_of(masks[way], qkv, attention(*qkv, backend="triton", **options)) for way, options in ways.items()}
+    errors = {way: error_of(masks[way], qkv, attend(*qkv)) for way, attend in attends.items()}
     for direction, products in (("forward", 2), ("backward", 5)):
         own = {way: calls[way][direction] for way in ways}
         for call in own.values():
             for _ in range(3):
                 call()
-        samples = in_turns(own, ROUNDS, functools.partial(_times, own))
+        samples = in_turns(own, ROUNDS, lambda way: event_times(calls[way][direction], CALLS, int))  # noqa: B023 (runs at once)
         rates = {}
         for way in ways:
             times = quartiles(samples[way])
@@ -126,7 +113,7 @@ def measure(tree: Tree, run: Run, device: str = "cuda") -> None:
             share = rates[way] / rates["dense causal"]
             row: Row = {"tree": tree.name, "tokens": tokens, "way": way, "direction": direction, "visible_pairs": pairs[way]}
             row |= {"error": errors[way], "tflops": rates[way], "share_of_dense": share, **times}
-            row["status"] = "measured" if errors[way] < WORST else "wrong"
+            row["status"] = "measured" if errors[way] < harness.WORST else "wrong"
             text = f"{tree.name:32} {way:13} {direction:9} {times['us']:9.0f} us {rates[way]:6.1f} TFLOP/s of visible pairs"
             run.add(row, f"{text}, {share:.2f} of dense, error {errors[way]:.1e}")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.bench import decode, decode_cells, decode_peers, page
+from flexattn.bench import decode, decode_cells, decode_peers, harness, page
 from flexattn.bench.implementations import Unavailable
 from tests.conftest import ROOT
 
@@ -33,7 +33,7 @@ def test_pages_and_dense_keys_are_the_same_attention(cell: decode_cells.Cell) ->
     got, same = (attention(step.q, step.k, step.v, **step.where, backend="eager") for step in (paged, dense))
     wanted = decode_cells.exact(dense, cell)
     assert torch.equal(got, same)
-    assert float((got.double() - wanted).norm() / wanted.norm()) < decode.WORST
+    assert float((got.double() - wanted).norm() / wanted.norm()) < harness.WORST
 
 
 @pytest.mark.parametrize("cell", SMALL.values(), ids=SMALL.keys())
@@ -59,7 +59,7 @@ def test_flex_attention_is_asked_for_the_cell(cell: decode_cells.Cell, monkeypat
             flex.prepare(cell, *steps)
         return
     got = flex.prepare(cell, *steps)()
-    assert float((got.double() - wanted).norm() / wanted.norm()) < decode.WORST
+    assert float((got.double() - wanted).norm() / wanted.norm()) < harness.WORST
 
 
 def test_peers_that_are_missing_or_cannot_say_so() -> None:
@@ -173,8 +173,8 @@ def test_a_wrong_replay_is_a_row_and_has_no_time(
 ) -> None:
     row = measured(monkeypatch, {"right": right}, written)["right"]
     assert row["status"] == "wrong"
-    assert row["error"] < decode.WORST
-    assert not row["error_of_replay"] < decode.WORST
+    assert row["error"] < harness.WORST
+    assert not row["error_of_replay"] < harness.WORST
     assert "us" not in row
 
 

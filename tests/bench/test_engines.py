@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexattn import attention
-from flexattn.bench import decode, decode_cells, engines
+from flexattn.bench import decode, decode_cells, engines, harness
 from flexattn.bench.implementations import Unavailable
 
 SMALL = {
@@ -35,7 +35,7 @@ def test_all_implementations_append_and_attend(name: str, monkeypatch: pytest.Mo
             assert implementation.startswith((engines.VLLM, engines.SGLANG))
             continue
         call.spoil()
-        assert decode.distance(call(), wanted) < decode.WORST, implementation
+        assert harness.distance(call(), wanted) < harness.WORST, implementation
 
 
 def test_a_replay_that_appends_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_a_replay_that_appends_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch)
     for replay, is_right in ((lambda: out.copy_(call()), True), (attend, False)):
         graph: Any = SimpleNamespace(replay=replay)
         error = decode.error_of_replay(decode.Captured(graph, call, out, call.spoil), wanted)
-        assert (error < decode.WORST) == is_right
+        assert (error < harness.WORST) == is_right
 
 
 @pytest.mark.parametrize("engine", [engines.VLLM, engines.SGLANG])

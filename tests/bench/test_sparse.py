@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn import attention
-from flexattn.bench import sparse
+from flexattn.bench import harness, sparse
 
 
 @pytest.mark.sample
@@ -24,8 +24,8 @@ def test_lists_name_keys_that_each_query_sees(cell: sparse.Cell) -> None:
     assert (first <= last).all()
     options["backend"] = "eager"
     out = attention(*qkv, **options)
-    assert sparse.error_of(small, qkv, options, out) < sparse.WORST
-    assert sparse.error_of(small, qkv, options, out + 0.1) > sparse.WORST
+    assert sparse.error_of(small, qkv, options, out) < harness.WORST
+    assert sparse.error_of(small, qkv, options, out + 0.1) > harness.WORST
 
 
 @pytest.mark.parametrize("name", ["blocks of 64, 8k", "blocks of 128, 8k", "blocks, dense, 8k"])
@@ -42,10 +42,10 @@ def test_results_of_blocks_are_checked(name: str, monkeypatch: pytest.MonkeyPatc
     sparse.measure_blocks(small, None, "cpu")  # type: ignore[arg-type]
     wanted = ["forward, eager", "backward, eager", *(["forward with its lists, eager"] if small.listed else [])]
     assert list(found) == wanted
-    assert 0 < max(found.values()) < sparse.WORST
+    assert 0 < max(found.values()) < harness.WORST
     monkeypatch.setattr(sparse, "exact_gradients", lambda cell, qkv, options, dout: [t[0, :, 0] + 1.0 for t in qkv])
     sparse.measure_blocks(small, None, "cpu")  # type: ignore[arg-type]
-    assert found["backward, eager"] > sparse.WORST
+    assert found["backward, eager"] > harness.WORST
 
 
 def test_attention_gym_gives_the_same_results() -> None:
@@ -56,7 +56,7 @@ def test_attention_gym_gives_the_same_results() -> None:
         qkv, options = sparse.tensors(small, "cpu")
         call = sparse.peer_call(small, qkv, options)
         out = sparse.peer_forward(small, call, impl="reference")
-        assert sparse.error_of(small, qkv, options, out) < sparse.WORST
+        assert sparse.error_of(small, qkv, options, out) < harness.WORST
         on_meta = sparse.PeerCall(*(None if t is None else t.to("meta") for t in call))
         lse = torch.empty(1, 16, 64, device="meta")
         backward = sparse.peer_backward(small, on_meta, out.to("meta"), lse, out.to("meta"))
