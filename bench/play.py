@@ -23,14 +23,12 @@ from flexattn.bench.check import Checker, Error
 from flexattn.bench.emulated import KERNELS as EMULATED
 from flexattn.bench.implementations import KERNELS, TRITON, Implementation, committed_launchers, committed_tile, with_launchers
 from flexattn.bench.inputs import make_tensors
-from flexattn.bench.kernel_file import NEEDED
-from flexattn.bench.kernel_file import launchers as launchers_of
 from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
 from flexattn.bench.peers import peers
 from flexattn.bench.record import Ceilings, Record, Row
 from flexattn.bench.run import line
 from flexattn.bench.shapes import Workload, select
-from flexattn.bench.subject import PASSED, REFUSED, WRONG, Subject, alone, check, small_enough
+from flexattn.bench.subject import NEEDED, PASSED, REFUSED, WRONG, Subject, alone, check, launchers_of, small_enough
 from flexattn.bench.tables import Table
 from flexattn.bench.tiles import FIELDS, tile_name, with_options
 from flexattn.cli import Parser, program

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from flexattn.bench import older_torch, package_models
+from flexattn.bench import package_models
 from flexattn.bench.package_models import OURS, OWN, SUBJECTS, Sizes
 
 TINY = Sizes(is_tiny=True, device=torch.device("cpu"))
@@ -42,7 +42,7 @@ def test_a_stand_in_drops_the_keywords_alone_that_an_older_torch_lacks() -> None
     def older(x: int, *, scale: int = 1) -> int:
         return x * scale
 
-    call = older_torch.without_unknown(older, frozenset({"scale", "num_splits"}))
+    call = package_models.without_unknown(older, frozenset({"scale", "num_splits"}))
     assert call(2, scale=3, num_splits=1) == 6
     with pytest.raises(TypeError, match="window_size"):
         call(2, window_size=1)

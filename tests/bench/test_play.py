@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn.bench import compiled, implementations, kernel_file, play, record, sweep
+from flexattn.bench import compiled, implementations, play, record, sweep
 from flexattn.bench.implementations import committed_tile
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import Ceilings, Samples
 from flexattn.bench.record import Row
 from flexattn.bench.shapes import WORKLOADS
+from flexattn.bench.subject import load
 from flexattn.bench.tiles import SPACE, candidates, parse_tile, tile_name, with_options
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport
 from flexattn.kernels_triton.runtime.device import Tile
@@ -87,7 +88,7 @@ def test_a_wrong_tile_in_a_sweep_is_never_timed(
     path = own_file("kernel_of_32", FORWARD.replace(RESCALED, "v0, (acc0 * correction[:, None] if META.BLOCK_N == 32 else acc0)"))
     small = WORKLOADS[SHAPE].shortened(131)
     tiles = [Tile(32, 32, 4, 1), Tile(32, 64, 4, 1)]
-    launchers = kernel_file.launchers("forward", path, {})
+    launchers = play.launchers_of("forward", path, {})
     subject = play.Subject("forward", small, launchers, tiles[0], committed_tile("forward", small, 0), 90)
     timed: list[str] = []
 
@@ -150,7 +151,7 @@ def test_errors_name_the_option(
 def test_a_file_must_not_hide_a_module(own_file: Callable[[str, str], Path]) -> None:
     path = own_file("tqdm", FORWARD)
     with pytest.raises(ValueError, match="a module 'tqdm' exists already"):
-        kernel_file.load(path)
+        load(path)
 
 
 def test_tiles_are_read_and_written() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn.integrations import flash_attn as fa
-from flexattn.integrations.flash_attn import flash_attn_3, kv_cache, rotary
+from flexattn.integrations.flash_attn import flash_attn_3, kv_cache
 
 B, S, H, H_K, D = 2, 9, 4, 2, 32
 
@@ -222,8 +222,7 @@ def test_tokens_that_a_row_has_no_room_for_raise(case, function, has_batch_idx):
 @pytest.fixture
 def unread(monkeypatch):
     """No check reads a value, as on a GPU."""
-    for module in (kv_cache, rotary):
-        monkeypatch.setattr(module, "are_values_read", lambda values: False)
+    monkeypatch.setattr(kv_cache, "are_values_read", lambda values: False)
     monkeypatch.setenv("FLEXATTN_CHECK", "0")
 
 
@@ -259,7 +258,7 @@ def test_positions_beyond_the_rotary_tables_raise_and_reach_no_other_memory(case
     given = {"rotary_cos": torch.ones(6, D // 2), "rotary_sin": torch.zeros(6, D // 2), "cache_seqlens": 4, "causal": True}
     with pytest.raises(ValueError, match="rotary_cos and rotary_sin have 6 rows but a token is at position 6"):
         fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given)
-    monkeypatch.setattr(rotary, "are_values_read", lambda values: False)
+    monkeypatch.setattr(kv_cache, "are_values_read", lambda values: False)
     assert fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given).isfinite().all()
 
 
