@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from torch import Tensor
 
 from flexattn import append as torch_append
@@ -22,13 +21,10 @@ from flexattn.dispatch import plan as plans
 from flexattn.dispatch.plan import Device, Plan
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import parse_format
-from flexattn.jax import cuda, ffi
-from flexattn.jax.batching import loop
-from flexattn.jax.call import meta_tensor, torch_dtype
-from flexattn.jax.primitives import bind, primitive, register
+from flexattn.jax.call import meta_tensor
+from flexattn.jax.primitives import bind, operator
 from flexattn.jax.sharding import Factor, Factors, Layout
 
-_NAME = "flexattn_append"
 _ARGUMENTS = (
     *("k_cache", "v_cache", "k_new", "v_new", "seqused_kv", "page_table", "cu_seqlens_q", "seqused_q"),
     *("descale_k", "descale_v"),
@@ -76,7 +72,7 @@ def append_kv(
     call = AppendCall(str(qkv_format), tuple(arrays))
     metas = [meta_tensor(name, x) for name, x in arrays.items()]
     call.checked(metas)
-    table_factorsed = dict(zip(call.updated(metas), bind(append_p, [*arrays.values()], call), strict=True))
+    table_factorsed = dict(zip(call.updated(metas), bind(OPERATOR.whole, [*arrays.values()], call), strict=True))
     if len(table_factorsed) == 2:
         return tuple(table_factorsed.values())
     return tuple(table_factorsed.get(name, values[name]) for name in ("k_cache", "v_cache", "descale_k", "descale_v"))
@@ -88,11 +84,6 @@ class AppendCall(NamedTuple):
     qkv_format: str
     names: tuple[str, ...]  # the arrays that are passed, in the order of _ARGUMENTS
 
-    @property
-    def text(self) -> str:
-        """The call as JSON."""
-        return json.dumps(self, separators=(",", ":"))
-
     def updated(self, arrays: Sequence[jax.Array]) -> list[str]:
         """Returns the names of the updated arrays: the caches, and descales per token."""
         return [
@@ -100,6 +91,10 @@ class AppendCall(NamedTuple):
             for name, x in zip(self.names, arrays, strict=True)
             if name.endswith("_cache") or (name.startswith("descale_") and len(x.shape) == 3)
         ]
+
+    def aliases(self, arrays: Sequence[jax.Array]) -> dict[int, int]:
+        """Returns the place of each updated array among the results, by its place among the arrays."""
+        return {self.names.index(name): i for i, name in enumerate(self.updated(arrays))}
 
     def checked(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, dispatched.Appended]:
         """Returns the caches, and the other tensors; raises if an argument is invalid."""
@@ -112,43 +107,23 @@ class AppendCall(NamedTuple):
 
 
 def _shapes(call: AppendCall, arrays: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-    arrays_by_name = dict(zip(call.names, arrays, strict=True))
-    return [jax.ShapeDtypeStruct(arrays_by_name[name].shape, arrays_by_name[name].dtype) for name in call.updated(arrays)]
+    return [jax.ShapeDtypeStruct(arrays[place].shape, arrays[place].dtype) for place in call.aliases(arrays)]
 
 
 def run(text: bytes, tensors: list[Tensor]) -> list[Tensor]:
     """Appends, in XLA's memory, and returns the updated tensors."""
     qkv_format, names = json.loads(text)
-    tensors_by_name = dict(zip(names, tensors, strict=True))
-    torch_append.append_kv(**tensors_by_name, qkv_format=qkv_format)
-    call = AppendCall(qkv_format, tuple(names))
-    return [tensors_by_name[name] for name in call.updated(tensors)]
+    torch_append.append_kv(**dict(zip(names, tensors, strict=True)), qkv_format=qkv_format)
+    return [tensors[place] for place in AppendCall(qkv_format, tuple(names)).aliases(tensors)]
 
 
-ffi.register(_NAME, run)
-
-
-def on_host(*arrays: jax.Array, call: AppendCall) -> object:
-    """Returns the updated arrays, in a trace for a CPU: torch appends in a handler that XLA calls."""
-    shapes = _shapes(call, arrays)
-    aliases = {call.names.index(name): i for i, name in enumerate(call.updated(arrays))}
-    return jax.ffi.ffi_call(_NAME, shapes, input_output_aliases=aliases)(*arrays, call=call.text)
-
-
-def on_cuda(*arrays: jax.Array, call: AppendCall) -> object:
-    """Returns the updated arrays, in a trace for a CUDA device: XLA launches the kernel."""
-    signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
-    return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)
-
-
-@functools.lru_cache(maxsize=64)
 def _plan(call: AppendCall, signature: tuple[tuple[tuple[int, ...], torch.dtype], ...], target: Device) -> Plan:
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in signature]
     options.check_all()
     k_cache, v_cache, x = call.checked(metas)
     if reason := dispatched.kernel_error("cuda", target.capability, k_cache.dtype):
         raise BackendError(f"triton cannot append to a cache in {k_cache.dtype}: {reason}; accepted from JAX: a cache in 16 bits")
-    updated = [call.names.index(name) for name in call.updated(metas)]
+    updated = [*call.aliases(metas)]
 
     def append() -> list[Tensor]:
         dispatched.append_by_kernel(k_cache, v_cache, x)
@@ -180,7 +155,7 @@ def _layout(call: AppendCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
         return table_factors[: len(shape)]
 
     operands = [factors(*item) for item in shapes_by_name.items()]
-    results = [operands[call.names.index(name)] for name in call.updated([jax.ShapeDtypeStruct(s, "int8") for s in shapes])]
+    results = [operands[place] for place in call.aliases([jax.ShapeDtypeStruct(s, "int8") for s in shapes])]
     split = {"key_head"} if has_pages or "cu_seqlens_q" in shapes_by_name else {"key_head", "batch"}
     heads = shapes_by_name["k_cache"][cache_format.index("h")]
     return Layout(
@@ -194,7 +169,5 @@ def _no_gradient(*_: object, **__: object) -> object:
     )
 
 
-append_p, local_append_p = primitive(_NAME, _shapes), primitive(f"{_NAME}_of_one_device", _shapes)
-register(append_p, local_append_p, on_host, on_cuda, _layout)
-ad.primitive_jvps[append_p] = _no_gradient
-batching.primitive_batchers[append_p] = functools.partial(loop, append_p)
+OPERATOR = operator("flexattn_append", _shapes, run, _plan, _layout)
+ad.primitive_jvps[OPERATOR.whole] = _no_gradient

@@ -108,11 +108,6 @@ class Call(NamedTuple):
         )
 
     @property
-    def text(self) -> str:
-        """The call as JSON, the input of `parse`."""
-        return json.dumps(self, separators=(",", ":"))
-
-    @property
     def num_operands(self) -> int:
         return len(self.present) + sum(self.counts) + (len(SCALED) if self.is_delayed else 0)
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.interpreters import batching
 from jax.typing import DTypeLike
 from torch import Tensor
 
@@ -24,10 +23,9 @@ from flexattn.dispatch.plan import Device, Plan
 from flexattn.dispatch.quantization import LARGEST, LARGEST_SCALE, SMALLEST_SCALE, amax_sizes
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import parse_format
-from flexattn.jax import cuda, ffi
-from flexattn.jax.batching import loop
+from flexattn.jax import cuda
 from flexattn.jax.call import meta_tensor, torch_dtype
-from flexattn.jax.primitives import bind, primitive, register
+from flexattn.jax.primitives import bind, operator
 from flexattn.jax.sharding import Factors, Layout
 
 __all__ = ["DelayedScaling", "QuantizedTensor", "dequantize", "quantize"]
@@ -47,7 +45,6 @@ class QuantizedTensor:
     block_rows: int = 0  # number of rows that share a descale, for granularity "block"; else 0
 
 
-_NAME = "flexattn_quantize"
 jax.tree_util.register_dataclass(QuantizedTensor, ["data", "descale", "amax", "source"], ["block_rows"])
 
 
@@ -139,7 +136,7 @@ def quantize(
     lengths = (metas["cu_seqlens"], metas["cu_seqlens_padded"], max_seqlen)
     settings = fp8.quantize_arguments(metas["x"], recipe_in_use, qkv_format, lengths, torch_dtype("dtype", dtype))  # type: ignore[arg-type]
     call = QuantizeCall(tuple(arrays), *settings[2:3], *settings[5:])
-    data, descale, amax = bind(quantize_p, [*map(jax.lax.stop_gradient, arrays.values())], call)
+    data, descale, amax = bind(OPERATOR.whole, [*map(jax.lax.stop_gradient, arrays.values())], call)
     return QuantizedTensor(data, descale, amax, block_rows=recipe_in_use.rows)
 
 
@@ -174,21 +171,6 @@ def _run(text: bytes, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return QuantizeCall(tuple(names), *settings).run(tensors)
 
 
-ffi.register(_NAME, _run)
-
-
-def on_host(*arrays: jax.Array, call: QuantizeCall) -> object:
-    """Returns data, descale and amax, in a trace for a CPU."""
-    return jax.ffi.ffi_call(_NAME, _shapes(call, arrays))(*arrays, call=json.dumps(call, separators=(",", ":")))
-
-
-def on_cuda(*arrays: jax.Array, call: QuantizeCall) -> object:
-    """Returns data, descale and amax, in a trace for a CUDA device."""
-    signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
-    return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)
-
-
-@functools.lru_cache(maxsize=64)
 def _plan(call: QuantizeCall, signature: tuple[tuple[tuple[int, ...], torch.dtype], ...], target: Device) -> Plan:
     if reason := kernel_error("cuda", target.capability, torch.float8_e4m3fn):
         raise BackendError(f"triton cannot quantise: {reason}")
@@ -204,9 +186,7 @@ def _unsplit_layout(call: QuantizeCall, shapes: Sequence[tuple[int, ...]]) -> La
     return Layout(factors, results, [None] * 3, {}, frozenset())
 
 
-quantize_p, local_quantize_p = primitive(_NAME, _shapes), primitive(f"{_NAME}_of_one_device", _shapes)
-register(quantize_p, local_quantize_p, on_host, on_cuda, _unsplit_layout)
-batching.primitive_batchers[quantize_p] = functools.partial(loop, quantize_p)
+OPERATOR = operator("flexattn_quantize", _shapes, _run, _plan, _unsplit_layout)
 
 
 def dequantize(

@@ -6,8 +6,9 @@ Each has an inner primitive, the call of one device, which is lowered for a plat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import dispatch
@@ -15,25 +16,22 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
+from flexattn.dispatch.plan import Plan
 from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import Direction, with_classes
-from flexattn.jax import cuda, host
-from flexattn.jax.batching import fold_backward, fold_forward
-from flexattn.jax.call import Call, meta_tensor, shape_of_words, shaped
+from flexattn.jax import cuda, ffi, host
+from flexattn.jax.batching import fold_backward, fold_forward, loop
+from flexattn.jax.call import Call, meta_tensor, shape_of_words, shaped, torch_dtype
 from flexattn.jax.sharding import layout_of_call, partitioned
 
 
 def _metas(call: Call, avals: Sequence[jax.core.ShapedArray]) -> Any:
     names = call.names()
-    return call.operands([meta_tensor(name, aval) for name, aval in zip(names, _without_words(names, avals), strict=True)])
-
-
-def _without_words(names: Any, avals: Sequence[jax.core.ShapedArray]) -> Any:
-    """Returns avals with the rng_state in its int64 shape; its dtype is arbitrary, because no spec depends on it."""
-    return [
+    shapes = [  # of an rng_state in int64, with any dtype, because no spec depends on it
         jax.ShapeDtypeStruct(shape_of_words(aval.shape), "float32") if name == "rng_state" else aval
         for name, aval in zip(names, avals, strict=True)
     ]
+    return call.operands(list(map(meta_tensor, names, shapes)))
 
 
 def forward_shapes(call: Call, avals: Sequence[jax.core.ShapedArray]) -> list[jax.ShapeDtypeStruct]:
@@ -56,10 +54,6 @@ def result_like(shape: jax.ShapeDtypeStruct, like: Any) -> object:
         return jax.core.ShapedArray(shape.shape, shape.dtype)
     sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape.shape)))
     return like.update(shape=shape.shape, dtype=shape.dtype, weak_type=False, sharding=sharding)
-
-
-def _abstract(shapes: Any) -> object:
-    return lambda *avals, call: [result_like(shape, avals[0]) for shape in shapes(call, avals)]
 
 
 def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -98,8 +92,12 @@ def _on_cuda(name: str, shapes: object, planned: Callable[[Call, Sequence[jax.Ar
     return run
 
 
-def _call_handler(name: str, shapes: Any, call: Call, arrays: Sequence[jax.Array]) -> object:
-    return jax.ffi.ffi_call(name, shapes(call, arrays))(*arrays, call=call.text)
+def _call_handler(
+    name: str, shapes: Any, call: Sequence[Any], arrays: Sequence[jax.Array], aliases: Mapping[int, int] | None = None
+) -> object:
+    """Returns the results of a handler of `ffi`, to which a call comes as JSON. aliases: results in the memory of operands."""
+    text = json.dumps(call, separators=(",", ":"))
+    return jax.ffi.ffi_call(name, shapes(call, arrays), input_output_aliases=aliases)(*arrays, call=text)
 
 
 def _direction(name: str) -> Direction:
@@ -113,12 +111,12 @@ def _refuse_platform(*arrays: jax.Array, call: Call) -> object:
     )
 
 
-def primitive(name: str, shapes: object) -> Primitive:
+def primitive(name: str, shapes: Any) -> Primitive:
     """Returns a new primitive with a parameter `call`; shapes: a function of the call and its operands to the results' shapes."""
     new = Primitive(name)
     new.multiple_results = True
     new.def_impl(functools.partial(dispatch.apply_primitive, new))
-    new.def_abstract_eval(_abstract(shapes))
+    new.def_abstract_eval(lambda *avals, call: [result_like(shape, avals[0]) for shape in shapes(call, avals)])
     return new
 
 
@@ -129,6 +127,36 @@ def register(outer: Primitive, inner: Primitive, on_host: object, on_cuda: objec
     mlir.register_lowering(inner, mlir.lower_fun(on_host, multiple_results=True), platform="cpu")
     dispatch.prim_requires_devices_during_lowering.add(outer)  # as JAX does for custom_partitioning, which the lowering uses
     mlir.register_lowering(outer, mlir.lower_fun(partitioned(inner, layout_of), multiple_results=True))
+
+
+class Operator(NamedTuple):
+    """A primitive, the one that it is split into, and the lowering of that for each platform."""
+
+    whole: Primitive
+    local: Primitive
+    on_host: Callable[..., object]
+    on_cuda: Callable[..., object]
+
+
+def operator(name: str, shapes: Any, run: ffi.Run, plan: Callable[..., Plan], layout_of: Any) -> Operator:
+    """Returns an operator besides attention. Its calls have the `names` of their arrays, and may have `aliases` of them.
+
+    run: runs a call in torch, on a CPU. plan: returns the plan of a call, its arrays' shapes and dtypes, and a CUDA device.
+    """
+    ffi.register(name, run)
+    kept = functools.lru_cache(maxsize=64)(plan)
+
+    def on_host(*arrays: jax.Array, call: Any) -> object:
+        return _call_handler(name, shapes, call, arrays, call.aliases(arrays) if hasattr(call, "aliases") else None)
+
+    def on_cuda(*arrays: jax.Array, call: Any) -> object:
+        signature = tuple((tuple(x.shape), torch_dtype(argument, x.dtype)) for argument, x in zip(call.names, arrays, strict=True))
+        return cuda.run_plan(kept(call, signature, cuda.needed_device()), arrays)
+
+    made = Operator(primitive(name, shapes), primitive(f"{name}_of_one_device", shapes), on_host, on_cuda)
+    register(*made, layout_of)
+    batching.primitive_batchers[made.whole] = functools.partial(loop, made.whole)
+    return made
 
 
 forward_p, backward_p = primitive(host.FORWARD, forward_shapes), primitive(host.BACKWARD, backward_shapes)

@@ -75,14 +75,14 @@ def interpreted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]
     cuda_rules = (
         (primitives.local_forward_p, primitives._on_cuda(host.FORWARD, primitives.forward_shapes, cuda.forward)),
         (primitives.local_backward_p, primitives._on_cuda(host.BACKWARD, primitives.backward_shapes, cuda.backward)),
-        (append.local_append_p, append.on_cuda),
-        (fp8.local_quantize_p, fp8.on_cuda),
+        (append.OPERATOR.local, append.OPERATOR.on_cuda),
+        (fp8.OPERATOR.local, fp8.OPERATOR.on_cuda),
     )
     cpu_rules = (
         (primitives.local_forward_p, primitives._on_host(host.FORWARD, primitives.forward_shapes)),
         (primitives.local_backward_p, primitives._on_host(host.BACKWARD, primitives.backward_shapes)),
-        (append.local_append_p, append.on_host),
-        (fp8.local_quantize_p, fp8.on_host),
+        (append.OPERATOR.local, append.OPERATOR.on_host),
+        (fp8.OPERATOR.local, fp8.OPERATOR.on_host),
     )
     for primitive, rule in cuda_rules:
         mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
