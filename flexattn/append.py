@@ -82,14 +82,11 @@ def append_kv(
     torch.ops.flexattn.append_kv.default(k_cache, v_cache, *x[:6], qkv_format, *x[7:])
 
 
-def _is_by_token(descale: Tensor | None) -> bool:
-    return descale is not None and descale.dim() == 3
-
-
 def checked(k_cache: Tensor, v_cache: Tensor, x: Appended) -> Appended:
     """Returns a call's checked tensors, with descales that the call writes in the fields for them."""
     _check(k_cache, v_cache, x)
-    read, written = zip(*((None, d) if _is_by_token(d) else (d, None) for d in (x.descale_k, x.descale_v)), strict=True)
+    pairs = ((None, d) if d is not None and d.dim() == 3 else (d, None) for d in (x.descale_k, x.descale_v))
+    read, written = zip(*pairs, strict=True)
     return Appended(*x[:7], *read, *written)
 
 
@@ -102,9 +99,10 @@ def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
         )
     check_local({"k_cache": k_cache, "v_cache": v_cache} | x._asdict(), "")
     check_tensor("k_cache", k_cache, (*DTYPES, *FP8_DTYPES), None)
-    device = k_cache.device
+    device, dtype = k_cache.device, k_cache.dtype
+    sources = (dtype, *(other for other in DTYPES if dtype is not torch.float64 and other not in (dtype, torch.float64)))
     for name, t in (("v_cache", v_cache), ("k_new", x.k_new), ("v_new", x.v_new)):
-        check_tensor(name, t, (k_cache.dtype,) if name == "v_cache" else _sources_of(k_cache.dtype), device)
+        check_tensor(name, t, (dtype,) if name == "v_cache" else sources, device)
     for name, t, fmt in (
         ("k_cache", k_cache, cache_format),
         ("v_cache", v_cache, cache_format),
@@ -156,11 +154,6 @@ def _check_descale(name: str, cache: Tensor, new: Tensor, descale: Tensor, layou
         _check_written(f"descale_{name}", descale)
     if torch.is_grad_enabled() and descale.requires_grad:
         raise ValueError(f"descale_{name} requires a gradient, and appending has none; accepted: descale_{name}.detach()")
-
-
-def _sources_of(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of rows that a cache of `dtype` accepts."""
-    return (dtype,) if dtype is torch.float64 else (dtype, *(other for other in DTYPES if other not in (dtype, torch.float64)))
 
 
 def _check_sizes(caches: tuple[Tensor, Tensor], x: Appended) -> None:

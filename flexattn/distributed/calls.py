@@ -166,11 +166,9 @@ def _shared_bands(pieces: Sequence[Piece], wants_diagonal: bool) -> list[LocalBa
 
 
 def _is_apart(group: list[Piece], piece: Piece) -> bool:
-    def are_disjoint(a: Run, b: Run) -> bool:
-        return a.stop <= b.start or b.stop <= a.start
-
     # Pieces are sorted by their keys, so only the last one's keys can overlap.
-    return group[-1].keys.stop <= piece.keys.start and all(are_disjoint(other.rows, piece.rows) for other in group)
+    rows, keys = piece.rows, piece.keys
+    return group[-1].keys.stop <= keys.start and all(x.rows.stop <= rows.start or rows.stop <= x.rows.start for x in group)
 
 
 def _hulls(pieces: tuple[Piece, ...], within: tuple[Run, Run] | None) -> tuple[Run, Run]:

@@ -124,7 +124,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
         static["window_size"] = window_of(options["window_size"], options.get("attn_mask_type") or "")
     static |= {"qkv_format": fmt, "strategy": strategy, "backend": options.get("backend"), "mods": program, "wanted": wanted}
     static |= {"return_max_logit": return_max_logit, "is_drawn": is_drawn}
-    static["recipe"] = None if recipe is None else tuple(_name_of(getattr(recipe, name)) for name in _RECIPE)
+    fields = () if recipe is None else (getattr(recipe, name) for name in _RECIPE)
+    static["recipe"] = None if recipe is None else tuple(str(x) if isinstance(x, torch.dtype) else x for x in fields)
     scale = options.get("softmax_scale")
     call = _Operands(
         q,
@@ -147,10 +148,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     else:
         out, lse, max_logit, _ = _forward_op(*call)
     return chosen(out, lse, max_logit, options.get("return_lse", False), return_max_logit)
-
-
-def _name_of(value: object) -> object:
-    return str(value) if isinstance(value, torch.dtype) else value
 
 
 class _Attend(torch.autograd.Function):

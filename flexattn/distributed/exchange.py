@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexattn.distributed import peer_memory
 from flexattn.distributed.capture import Group
-from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
+from flexattn.distributed.layout import Run, Runs, common, places, rows_of, size_of, union, without
 from flexattn.distributed.near import SymmetricFetch, make_symmetric_fetch, pull_of_rows, row_size, starts
 from flexattn.distributed.sums import NO_STEPS, Addend, RowMove, SumSteps, copy_all
 from flexattn.validation import FP8_DTYPES
@@ -65,9 +65,9 @@ def make_send_receive_lists(kv_runs: Sequence[Runs], wanted: Sequence[Runs], hel
     own, needed = kv_runs[rank], tuple(common(union(held), wanted[rank]))
     outgoing = [tuple(common(needed if receiver == rank else wanted[receiver], own)) for receiver in ranks]
     incoming = [tuple(common(needed, kv_runs[sender])) for sender in ranks]
-    sends = tuple(() if receiver == rank else _rows_among(runs, own) for receiver, runs in enumerate(outgoing))
-    receives = tuple(() if sender == rank else _rows_among(runs, held) for sender, runs in enumerate(incoming))
-    own_pairs = tuple(zip(_rows_among(outgoing[rank], own), _rows_among(incoming[rank], held), strict=True))
+    sends = tuple(() if receiver == rank else places(runs, own) for receiver, runs in enumerate(outgoing))
+    receives = tuple(() if sender == rank else places(runs, held) for sender, runs in enumerate(incoming))
+    own_pairs = tuple(zip(places(outgoing[rank], own), places(incoming[rank], held), strict=True))
     held_rows = size_of(held)
     filled = [*(run for runs in receives for run in runs), *(places for _, places in own_pairs)]
     gaps = tuple(without((Run(0, held_rows),), filled))
@@ -93,13 +93,6 @@ def _sends_among_held(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> 
             places.append(Run(run.start + shifts[0], run.stop + shifts[0]))
         held_sends.append(tuple(places))
     return tuple(held_sends)
-
-
-def _rows_among(runs: Runs, among: Runs) -> Runs:
-    """Returns the rows of `runs` in a tensor that holds the runs `among`. Each run must lie in one of these."""
-    rows = rows_of(among)
-    starts = [row_of(run.start, among, rows) for run in runs]
-    return tuple(Run(start, start + run.size) for start, run in zip(starts, runs, strict=True))
 
 
 def _fits_messages(kv_runs: Sequence[Runs], wanted: Sequence[Runs]) -> bool:
@@ -334,13 +327,13 @@ def make_reduce_scatter(lists: SendReceiveLists, local: LocalGradients) -> Reduc
     row, steps, plain = 0, NO_STEPS, NO_STEPS
     summed: list[RowMove] = []
     not_needed = without((Run(0, lists.rows),), [rows for rows, _ in lists.own])
-    for rows, places in (*lists.own, *((run, None) for run in not_needed)):
-        moved = 0 if places is None else places.start - rows.start
+    for rows, place in (*lists.own, *((run, None) for run in not_needed)):
+        moved = 0 if place is None else place.start - rows.start
 
         def shifted(run: Run, by: int = moved) -> Run:
             return Run(run.start - by, run.stop - by)
 
-        held_addends = [] if places is None else [share._replace(rows=shifted(share.rows)) for share in local.held]
+        held_addends = [] if place is None else [share._replace(rows=shifted(share.rows)) for share in local.held]
         addends = sorted([*held_addends, *local.own])
         summed_runs = union([*runs, *_overlaps([share.rows for share in addends])])
         for run in common(summed_runs, (rows,)):

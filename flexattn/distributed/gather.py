@@ -32,7 +32,7 @@ from flexattn.distributed.exchange import (
     make_send_receive_lists,
 )
 from flexattn.distributed.lanes import Lanes
-from flexattn.distributed.layout import Run, Runs, common, places, positions, size_of, union, without
+from flexattn.distributed.layout import Run, Runs, common, joined, places, positions, size_of, union, without
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.sums import Addend
 
@@ -63,10 +63,10 @@ def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device:
     pieces = [(piece, positions(piece.keys, held)) for piece in plan.pieces(rank, held)]
     own_pieces = []
     if is_one and plan.ranks > 1:
-        own_pieces = [piece._replace(keys=places(keys, own)[0]) for piece, keys in pieces if _lies_in_one_run(keys, own)]
+        own_pieces = [piece._replace(keys=joined(places(keys, own))[0]) for piece, keys in pieces if _lies_in_one_run(keys, own)]
         pieces = [(piece, keys) for piece, keys in pieces if not _lies_in_one_run(keys, own)]
         held = union([*without(wanted[rank], own), *(run for _, keys in pieces for run in keys)])
-    held_pieces = [piece._replace(keys=places(keys, held)[0]) for piece, keys in pieces]
+    held_pieces = [piece._replace(keys=joined(places(keys, held))[0]) for piece, keys in pieces]
     all_calls = [
         call._replace(is_own=is_own)
         for is_own, group in ((False, held_pieces), (True, own_pieces))

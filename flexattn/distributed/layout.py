@@ -198,8 +198,8 @@ def positions(rows: Run, held: Runs) -> Runs:
     return tuple(result)
 
 
-def places(runs: Runs, held: Runs) -> Runs:
-    """Returns the rows of `runs` in a tensor that holds the runs `held`. Each run must lie in one of these."""
+def places(runs: Iterable[Run], held: Runs) -> Runs:
+    """Returns the rows of each of `runs` in a tensor that holds the runs `held`. Each run must lie in one of these."""
     rows = rows_of(held)
     starts = [(row_of(run.start, held, rows), run.size) for run in runs]
-    return joined(Run(row, row + size) for row, size in starts)
+    return tuple(Run(row, row + size) for row, size in starts)

@@ -45,7 +45,8 @@ class LocalBlocks:
             kinds = blocks.kinds
             if is_packed and kinds.shape[0] > 1:
                 kinds = kinds[piece.document : piece.document + 1]
-            parts.append((kinds, Run(piece.q_start, piece.q_start + piece.rows.size), _keys_of(piece)))
+            keys = Run(piece.kv_start, piece.kv_start + piece.keys.size)
+            parts.append((kinds, Run(piece.q_start, piece.q_start + piece.rows.size), keys))
         self.lists_kinds = _stacked([_local_kinds(kinds, rows, keys, self.sizes) for kinds, rows, keys in parts]).to(device)
         self.is_packed = is_packed
         self.beyond: tuple[Tensor, Tensor] | None = None  # positions of the first query and the first key in their blocks
@@ -82,10 +83,6 @@ class LocalBlocks:
             return (kind == WHOLE) | ((kind == MASKED) & mask_mod(b, h, i, j, *rest, **named))
 
         return exact
-
-
-def _keys_of(piece: Piece) -> Run:
-    return Run(piece.kv_start, piece.kv_start + piece.keys.size)
 
 
 def _select_heads(kinds: Tensor, heads: Run) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union
+from flexattn.distributed.layout import Run, Runs, common, places, row_of, rows_of, size_of, union
 from flexattn.distributed.peer_memory import Pull, RemoteRows, RowLayout, aligned
 
 
@@ -32,8 +32,8 @@ def make_symmetric_fetch(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: 
     ranks = range(len(kv_runs))
     fetched = [[tuple(common(wanted[reader], kv_runs[owner])) if reader != owner else () for owner in ranks] for reader in ranks]
     sent = [union(run for reader in ranks for run in fetched[reader][owner]) for owner in ranks]
-    own, own_rows = kv_runs[rank], rows_of(kv_runs[rank])
-    copies = tuple(_row_pair(run, own, own_rows, sent[rank]) for run in common(sent[rank], own))
+    copied = tuple(common(sent[rank], kv_runs[rank]))
+    copies = tuple(zip(places(copied, kv_runs[rank]), places(copied, sent[rank]), strict=True))
     moves = tuple(
         RemoteRows(owner, row_of(run.start, sent[owner], rows_of(sent[owner])), row_of(run.start, held, rows_of(held)), run.size)
         for owner in ranks
@@ -47,11 +47,6 @@ def make_symmetric_fetch(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: 
         row += count
     most = max(sum(map(size_of, runs)) for runs in fetched)
     return SymmetricFetch(copies, moves, tuple(back), max(map(size_of, sent)), most)
-
-
-def _row_pair(run: Run, own: Runs, rows: Sequence[Run], sent: Runs) -> tuple[Run, Run]:
-    first, to = row_of(run.start, own, rows), row_of(run.start, sent, rows_of(sent))
-    return Run(first, first + run.size), Run(to, to + run.size)
 
 
 def starts(rows: int, sizes: Sequence[int]) -> list[int]:

@@ -186,8 +186,3 @@ def check(
     if config is not None:
         config = config._replace(keeps_16_bit=False)
     return Fp8Call(recipe, config, state, ops.dtype_of(fields["fp8_out"]), 0)
-
-
-def whole_sizes(plan: Plan) -> tuple[tuple[int, None], tuple[int, None]]:
-    """Returns the longest queries and keys of a sequence, as `validation.check_fp8` takes them."""
-    return (max(plan.mask.lengths_q), None), (max(plan.mask.lengths_kv), None)

@@ -346,7 +346,9 @@ class Ulysses(NamedTuple):
             ring = Ring(self.between, context[0])
             dq, *key_gradients, shared_part = ring.backward((*part, out, lse), head_seeds, context[1])
         if places is not None:
-            key_gradients = [_add_heads(x, places, whole_k.shape[-2]) for x in key_gradients]
+            index = _index(places, dq.device)  # several of a rank's heads may be one of the whole
+            wholes = [x.new_zeros((*x.shape[:-2], whole_k.shape[-2], x.shape[-1])) for x in key_gradients]
+            key_gradients = [whole.index_add_(-2, index, x) for whole, x in zip(wholes, key_gradients, strict=True)]
         dq, dk, dv = self._gradients_to_rows(dq.to(out_dtype), *key_gradients)
         shared_gradients = local_calls.whole_gradients(shared_part, shared, heads)
         return InputGradients(dq, dk, dv, shared_gradients)
@@ -367,11 +369,6 @@ def _sum_of_calls(shares: Sequence[Tensor], like: Tensor, keys: Sequence[Run], d
     total = torch.empty(like.shape, dtype=dtype, device=like.device)
     add_up(total, keys, shares)
     return total
-
-
-def _add_heads(x: Tensor, places: tuple[int, ...], heads: int) -> Tensor:
-    """Returns a tensor with this number of heads, in which x's heads are summed at their places."""
-    return x.new_zeros((*x.shape[:-2], heads, x.shape[-1])).index_add_(-2, _index(places, x.device), x)
 
 
 def _one_lane(x: Tensor) -> Lanes:

@@ -105,8 +105,8 @@ class CheckedCall:
         descales = options.get("descale_q"), options.get("descale_k"), options.get("descale_v")
         rows = 0 if fp8_call is None else fp8_call.recipe.rows
         batch, dims = (len(plan.mask.lengths_q), "thd") if plan.is_packed else (q.shape[0], "bshd")
-        checked_descales = validation.check_fp8(q, k, dims, dims, batch, quantise.whole_sizes(plan), rows, descales)
-        shared = shared._replace(descales=checked_descales)
+        longest = (max(plan.mask.lengths_q), None), (max(plan.mask.lengths_kv), None)
+        shared = shared._replace(descales=validation.check_fp8(q, k, dims, dims, batch, longest, rows, descales))
         if wanted["return_max_logit"]:
             lowest = torch.full((q.shape[-2],), float("-inf"), dtype=sum_dtype(q.dtype), device=q.device)
             scores = dataclasses.replace(scores, peaks=lowest)
@@ -134,7 +134,7 @@ class CheckedCall:
             "plan": plan.digest,
             "strategy": chosen,
             "heads, head dims, bytes of an element and batch": tuple(heads),
-            "FP8": None if fp8_call is None else (repr(fp8_call.recipe), [tuple(t.shape) for t in checked_descales]),
+            "FP8": None if fp8_call is None else (repr(fp8_call.recipe), [tuple(t.shape) for t in shared.descales]),
             "return_max_logit": wanted["return_max_logit"],
         }
         return call
