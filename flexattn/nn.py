@@ -201,8 +201,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
             if not isinstance(x, Tensor) or x.is_nested:
-                came = describe(x) if not isinstance(x, Tensor) else "a nested tensor"
-                raise TypeError(f"{name} is {came}; accepted: a dense tensor; hide padding with key_padding_mask")
+                raise TypeError(f"{name} is {describe(x)}; accepted: a dense tensor; hide padding with key_padding_mask")
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
                 raise ValueError(f"{name} is {describe(x)}; accepted: 2 or 3 dims, as many as query's, the last of size {width}")
         if key.shape[:-1] != value.shape[:-1]:

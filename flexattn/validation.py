@@ -533,6 +533,8 @@ def describe(value: object) -> str:
     """Returns the words for a value in an error: dtype, shape, strides and device of a tensor, else the value and its type."""
     if not isinstance(value, Tensor):
         return f"{reprlib.repr(value)} ({type(value).__name__})"
+    if value.is_nested:
+        return "a nested tensor"
     strides = "" if value.layout is not torch.strided or value.is_contiguous() else f" with strides {value.stride()}"
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}{strides} on {value.device}"
 

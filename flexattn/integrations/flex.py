@@ -137,8 +137,7 @@ def create_block_mask(
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
-            description = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else describe(x)
-            raise ValueError(f"{name} is {description}; accepted: a dense tensor [batch, heads, tokens, head dim]")
+            raise ValueError(f"{name} is {describe(x)}; accepted: a dense tensor [batch, heads, tokens, head dim]")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"query has {query.shape[1]} heads and key has {key.shape[1]}; accepted: the same, or enable_gqa=True, which shares "

@@ -88,9 +88,8 @@ def scaled_dot_product_attention(
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
-            description = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else describe(x)
             raise ValueError(
-                f"{name} is {description}; accepted: a dense tensor [..., tokens, head dim], or three jagged nested tensors "
+                f"{name} is {describe(x)}; accepted: a dense tensor [..., tokens, head dim], or three jagged nested tensors "
                 "without attn_mask"
             )
 

@@ -211,7 +211,8 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
         if save_kv_cache and k is not None:
             slots = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=metadata.window_slots)
             self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, *scales)
-        batch = metadata.window_call if self._is_in_window_pool(layer) else metadata.call
+        is_window = self._has_window_pool and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+        batch = metadata.window_call if is_window else metadata.call
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         pages_k = paged_kv_view(keys, self._page_size, layer.tp_k_head_num, layer.qk_head_dim)
         pages_v = paged_kv_view(values, self._page_size, layer.tp_v_head_num, d_v)
@@ -274,9 +275,6 @@ class FlexattnAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang nee
             return (), {}
         scales = (layer.k_scale, layer.v_scale)
         return scales, {} if layer.k_scale is None else {"descale_k": layer.k_scale, "descale_v": layer.v_scale}
-
-    def _is_in_window_pool(self, layer: RadixAttention) -> bool:
-        return self._has_window_pool and bool(self.token_to_kv_pool.layers_mapping[layer.layer_id][1])
 
 
 def _check_settings(runner: ModelRunner) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,19 +74,12 @@ def convert(model_config: Any) -> Any:
                 raise ValueError(f"model_config is a {type(config).__qualname__}; accepted: the configuration of a model")
             if type(config) is known.Config:
                 values = {x.name: getattr(config, x.name) for x in dataclasses.fields(config)}
-                _replace(parent, field, module.Config(**values))
+                (operator.setitem if isinstance(field, int) else setattr)(parent, field, module.Config(**values))
             count += isinstance(config, (known.Config, module.Config))
     if not count:
         accepted = ", ".join(f"{known.__name__}.Config" for known in _MODULES)
         raise ValueError(f"model_config is a {type(model_config).__qualname__} without an inner attention; accepted: {accepted}")
     return model_config
-
-
-def _replace(parent: Any, field: str | int, config: object) -> None:
-    if isinstance(field, int):
-        parent[field] = config
-    else:
-        setattr(parent, field, config)
 
 
 class VarlenAttention(titan.VarlenAttention):  # type: ignore[misc]
@@ -136,7 +130,11 @@ class VarlenAttention(titan.VarlenAttention):  # type: ignore[misc]
                 q,
                 k,
                 v,
-                **_lengths(attention_masks),
+                qkv_format="thd",
+                cu_seqlens_q=attention_masks.cu_seq_q,
+                cu_seqlens_kv=attention_masks.cu_seq_k,
+                max_seqlen_q=attention_masks.max_q,
+                max_seqlen_kv=attention_masks.max_k,
                 attn_mask_type="padding_causal_bottom_right" if right == 0 else "padding",
                 window_size=(left, right),
                 softmax_scale=scale,
@@ -242,11 +240,6 @@ _MODULES: dict[Any, Any] = {
     titan.FlexAttention: FlexAttention,
     titan.ScaledDotProductAttention: ScaledDotProductAttention,
 }
-
-
-def _lengths(masks: titan.VarlenMetadata) -> dict[str, Any]:
-    lengths = {"cu_seqlens_q": masks.cu_seq_q, "cu_seqlens_kv": masks.cu_seq_k}
-    return {"qkv_format": "thd", **lengths, "max_seqlen_q": masks.max_q, "max_seqlen_kv": masks.max_k}
 
 
 def _check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:

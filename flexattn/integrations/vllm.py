@@ -136,7 +136,26 @@ class FlexattnMetadataBuilder(base.AttentionMetadataBuilder):  # type: ignore[mi
         return {"page_table": pages[:, None], "seqused_kv": rows, "seqused_q": counts}
 
 
-class FlexattnBackend(base.AttentionBackend):  # type: ignore[misc]
+class _Backend:
+    """Answers that both backends share."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[MultipleOf]:
+        """Returns the page sizes that the kernels for sm_90 read fast."""
+        return [base.MultipleOf(16)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Returns whether flexattn has kernels for a GPU."""
+        return bool(capability.to_int() >= 80)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Returns True: VLLM_BATCH_INVARIANT=1 sets `batch_invariant`, for latent attention of the sequences that decode."""
+        return True
+
+
+class FlexattnBackend(_Backend, base.AttentionBackend):  # type: ignore[misc]
     """Attention with keys and values of the same heads: `--attention-backend FLEXATTN`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [*_DTYPES, torch.float32]
@@ -157,11 +176,6 @@ class FlexattnBackend(base.AttentionBackend):  # type: ignore[misc]
         """Returns the class that makes the metadata of a step."""
         return FlexattnMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[MultipleOf]:
-        """Returns the page sizes that the kernels for sm_90 read fast."""
-        return [base.MultipleOf(16)]
-
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Returns whether a head dim is supported."""
@@ -174,11 +188,6 @@ class FlexattnBackend(base.AttentionBackend):  # type: ignore[misc]
         return f"an FP8 cache with head_size above {WIDEST_FP8_HEAD} not supported" if is_wide else None
 
     @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """Returns whether flexattn has kernels for a GPU."""
-        return bool(capability.to_int() >= 80)
-
-    @classmethod
     def supports_sink(cls) -> bool:
         """Returns True."""
         return True
@@ -186,11 +195,6 @@ class FlexattnBackend(base.AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """Returns True."""
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Returns True: VLLM_BATCH_INVARIANT=1 sets `batch_invariant`."""
         return True
 
     @classmethod
@@ -313,7 +317,7 @@ class FlexattnMlaMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc
         return FlexattnMlaDecode(**vars(lengths), cu_seqlens_q=query_start_loc_device, max_seqlen_q=max_query_len)
 
 
-class FlexattnMlaBackend(MLACommonBackend):  # type: ignore[misc]
+class FlexattnMlaBackend(_Backend, MLACommonBackend):  # type: ignore[misc]
     """Absorbed latent attention (MLA): `--attention-backend FLEXATTN_MLA`.
 
     It runs the sequences that decode. vLLM's MLA prefill backend runs prompts, and vLLM writes the cache.
@@ -336,21 +340,6 @@ class FlexattnMlaBackend(MLACommonBackend):  # type: ignore[misc]
     def get_builder_cls() -> type[FlexattnMlaMetadataBuilder]:
         """Returns the class that makes the metadata of a step."""
         return FlexattnMlaMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[MultipleOf]:
-        """Returns the page sizes that the kernels for sm_90 read fast."""
-        return [base.MultipleOf(16)]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """Returns whether flexattn has kernels for a GPU."""
-        return bool(capability.to_int() >= 80)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Returns True: VLLM_BATCH_INVARIANT=1 sets `batch_invariant` for the sequences that decode."""
-        return True
 
 
 class FlexattnMlaImpl(MLACommonImpl):  # type: ignore[misc]

@@ -27,7 +27,7 @@ from flexattn.jax.sharding import layout_of_call, partitioned
 
 def _metas(call: Call, avals: Sequence[jax.core.ShapedArray]) -> Any:
     names = call.names()
-    shapes = [  # of an rng_state in int64, with any dtype, because no spec depends on it
+    shapes = [  # an rng_state has its shape in int64 and any dtype, because no spec depends on that
         jax.ShapeDtypeStruct(shape_of_words(aval.shape), "float32") if name == "rng_state" else aval
         for name, aval in zip(names, avals, strict=True)
     ]

@@ -40,21 +40,6 @@ __all__ = [
 __version__ = "2.8.4"  # version of FlashAttention 2 with these signatures; other libraries compare it
 
 
-def _modules() -> dict[str, object]:
-    """Returns this package's modules by FlashAttention's names."""
-    return {
-        "flash_attn": sys.modules[__name__],
-        "flash_attn.flash_attn_interface": flash_attn_interface,
-        "flash_attn.bert_padding": bert_padding,
-        "flash_attn.cute": cute,
-        "flash_attn.cute.interface": cute,
-        "flash_attn.cute.block_sparsity": block_sparsity,
-        "flash_attn_interface": flash_attn_3,
-        "flash_attn_3": flash_attn_3,
-        "flash_attn_3.flash_attn_interface": flash_attn_3,
-    }
-
-
 def install(override: bool = False) -> None:
     """Redirects imports of FlashAttention 2, 3 and 4 to this package's modules, in this process.
 
@@ -67,7 +52,17 @@ def install(override: bool = False) -> None:
     Raises:
         RuntimeError: if another FlashAttention is found and override is False.
     """
-    modules = _modules()
+    modules: dict[str, object] = {
+        "flash_attn": sys.modules[__name__],
+        "flash_attn.flash_attn_interface": flash_attn_interface,
+        "flash_attn.bert_padding": bert_padding,
+        "flash_attn.cute": cute,
+        "flash_attn.cute.interface": cute,
+        "flash_attn.cute.block_sparsity": block_sparsity,
+        "flash_attn_interface": flash_attn_3,
+        "flash_attn_3": flash_attn_3,
+        "flash_attn_3.flash_attn_interface": flash_attn_3,
+    }
     packages = [name for name in modules if "." not in name]
     for name in packages:
         loaded = sys.modules.get(name)

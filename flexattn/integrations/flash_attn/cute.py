@@ -62,17 +62,13 @@ def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
     return {"score_mod": foreign_score and score_mod, "mask_mod": foreign_mask and mask_mod}
 
 
-def _window(causal: bool, window_size: Window) -> Window:
-    """Returns the window, with the causal mask applied. If the sides' sum is below 0, both are open, as in FlashAttention."""
-    left, right = window_sides(window_size, "None")
-    right = 0 if causal else right
-    return (None, 0 if causal else None) if left is not None and right is not None and left + right < 0 else (left, right)
-
-
 def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Any]:
     """Returns masks, windows and mods under `attention`'s names."""
     check_flags(causal=options.causal)
-    left, right = _window(options.causal, extras.window_size)
+    left, right = window_sides(extras.window_size, "None")
+    right = 0 if options.causal else right
+    if left is not None and right is not None and left + right < 0:  # FlashAttention opens both sides
+        left, right = None, 0 if options.causal else None
     mods = _mods(extras, q, k)
     if extras.mask_mod is not None and (left, right) != (None, None):
         raise ValueError(

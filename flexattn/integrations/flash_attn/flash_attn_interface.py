@@ -46,16 +46,6 @@ def _lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
-def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, object]:
-    return {
-        "qkv_format": "thd",
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_k,
-        "max_seqlen_q": int_of("max_seqlen_q", max_seqlen_q),
-        "max_seqlen_kv": int_of("max_seqlen_k", max_seqlen_k),
-    }
-
-
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -144,7 +134,13 @@ def flash_attn_varlen_func(
     Raises the errors of `flash_attn_func`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed: dict[str, object] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_k,
+        "max_seqlen_q": int_of("max_seqlen_q", max_seqlen_q),
+        "max_seqlen_kv": int_of("max_seqlen_k", max_seqlen_k),
+    }
     if block_table is not None:
         packed |= {"qkv_format": "thd_2bshd", "page_table": block_table}
     return _attend((q, k, v), options, return_attn_probs, packed)

@@ -334,7 +334,9 @@ class DotProductAttention(torch.nn.Module):
         """Returns the arguments of one call's dropout, with a seed of its own that ranks share."""
         if not (self.training and self.attention_dropout > 0):
             return {}
-        state = self._seed(device)
+        tracker = self.get_rng_state_tracker
+        with contextlib.nullcontext() if tracker is None else tracker().fork():
+            state = ops.new_rng_state(device)
         return {"dropout_p": self.attention_dropout, "rng_state": state if self._ranks is None else self._ranks.shared(state)}
 
     def get_extra_state(self) -> Tensor:
@@ -391,11 +393,6 @@ class DotProductAttention(torch.nn.Module):
         mask_type = "padding_causal_bottom_right" if mask_type == "padding_causal" else mask_type
         lengths = _Lengths(step.cu_seqlens_q, step.cu_seqlens_kv, max_seqlen_q=step.max_seqlen_q)
         return step.k, step.v, step.qkv_format, mask_type, lengths
-
-    def _seed(self, device: torch.device) -> Tensor:
-        tracker = self.get_rng_state_tracker
-        with contextlib.nullcontext() if tracker is None else tracker().fork():
-            return ops.new_rng_state(device)
 
     def _fp8(self, q: Tensor, fp8_output: bool, bf16_backward: bool) -> dict[str, object]:
         """Returns the FP8 arguments of a call on 16-bit tensors."""

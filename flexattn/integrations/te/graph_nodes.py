@@ -86,18 +86,6 @@ def _relu_backward(g: Tensor, x: Tensor, negative_slope: Any, lower_clip: Any, u
     return torch.where(inside, g, torch.zeros_like(g) if negative_slope is None else g * negative_slope)
 
 
-def _leaky_relu(x: Tensor, negative_slope: Any) -> Tensor:
-    return torch.where(x > 0, x, x * negative_slope)
-
-
-def _leaky_relu_backward(g: Tensor, x: Tensor, negative_slope: Any) -> Tensor:
-    return torch.where(x > 0, g, g * negative_slope)
-
-
-def _swish(x: Tensor, swish_beta: Any) -> Tensor:
-    return torch.nn.functional.silu(x) if swish_beta is None else x * torch.sigmoid(swish_beta * x)
-
-
 def _swish_backward(g: Tensor, x: Tensor, swish_beta: Any) -> Tensor:
     scaled = x if swish_beta is None else swish_beta * x
     s = torch.sigmoid(scaled)
@@ -112,10 +100,6 @@ def _tanh_backward(g: Tensor, x: Tensor) -> Tensor:
 def _sigmoid_backward(g: Tensor, x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
     return g * (s * (1 - s))
-
-
-def _elu_backward(g: Tensor, x: Tensor) -> Tensor:
-    return torch.where(x > 0, g, g * torch.exp(torch.clamp(x, max=0)))
 
 
 def _gelu_backward(g: Tensor, x: Tensor) -> Tensor:
@@ -163,7 +147,7 @@ _COMPARISONS = {f"cmp_{name}": getattr(torch, name if name != "neq" else "ne") f
 _BACKWARDS: dict[str, Callable[..., Tensor]] = {
     "tanh_backward": _tanh_backward,
     "sigmoid_backward": _sigmoid_backward,
-    "elu_backward": _elu_backward,
+    "elu_backward": lambda g, x: torch.where(x > 0, g, g * torch.exp(torch.clamp(x, max=0))),
     "softplus_backward": lambda g, x: g * torch.sigmoid(x),
     "gelu_backward": _gelu_backward,
     "gelu_approx_tanh_backward": _gelu_approx_tanh_backward,
@@ -181,8 +165,12 @@ NODES: dict[str, Node] = {
     "binary_select": Node(lambda x, y, mask: torch.where(_as_mask(mask), x, y), ("input0", "input1", "mask")),
     "relu": Node(_relu, ("input",), _CLIPS),
     "relu_backward": Node(_relu_backward, ("loss", "input"), _CLIPS),
-    "leaky_relu": Node(_leaky_relu, ("input",), ("negative_slope",), ("negative_slope",)),
-    "leaky_relu_backward": Node(_leaky_relu_backward, ("loss", "input"), ("negative_slope",), ("negative_slope",)),
-    "swish": Node(_swish, ("input",), ("swish_beta",)),
+    "leaky_relu": Node(lambda x, slope: torch.where(x > 0, x, x * slope), ("input",), ("negative_slope",), ("negative_slope",)),
+    "leaky_relu_backward": Node(
+        lambda g, x, slope: torch.where(x > 0, g, g * slope), ("loss", "input"), ("negative_slope",), ("negative_slope",)
+    ),
+    "swish": Node(
+        lambda x, beta: torch.nn.functional.silu(x) if beta is None else x * torch.sigmoid(beta * x), ("input",), ("swish_beta",)
+    ),
     "swish_backward": Node(_swish_backward, ("loss", "input"), ("swish_beta",)),
 }

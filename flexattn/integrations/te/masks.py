@@ -66,17 +66,13 @@ def _warn_replaced(attn_mask_type: str, requested: Window, used: Window) -> Wind
     return used
 
 
-def diagonal_of(attn_mask_type: str, bottom_right_diagonal: bool | None) -> bool | None:
-    """Returns `flexattn.attention`'s bottom_right_diagonal: None if the type's name determines it; None means True otherwise."""
-    if "causal" in attn_mask_type:
-        return None
-    return True if bottom_right_diagonal is None else bool(bottom_right_diagonal)
-
-
 def masks_of(attn_mask_type: str, window_size: Window, bottom_right_diagonal: bool | None) -> dict[str, object]:
-    """Returns `flexattn.attention`'s arguments for a mask type, a window of `window_of` and a diagonal."""
+    """Returns `flexattn.attention`'s arguments for a mask type, a window of `window_of` and a diagonal.
+
+    bottom_right_diagonal: None means True. A causal type's name determines the diagonal instead.
+    """
     mask = "no_mask" if attn_mask_type == ARBITRARY else attn_mask_type
-    diagonal = diagonal_of(attn_mask_type, bottom_right_diagonal)
+    diagonal = None if "causal" in attn_mask_type else bottom_right_diagonal is None or bool(bottom_right_diagonal)
     return {"attn_mask_type": mask, "window_size": window_size, "bottom_right_diagonal": diagonal}
 
 

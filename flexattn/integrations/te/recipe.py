@@ -42,7 +42,8 @@ class Recipe:
 
     def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
         """Returns the recipe for `flexattn.attention`, with one scale for each tensor."""
-        raise NotImplementedError
+        kind: fp8.Fp8Format = "HYBRID" if self.fp8_format is Format.HYBRID else "E4M3"
+        return fp8.Recipe(fp8_format=kind, granularity="tensor", bf16_backward=bf16_backward, out_dtype=out_dtype)
 
     def _check(self) -> None:
         if not isinstance(self.fp8_format, Format) or self.fp8_format is Format.E5M2:
@@ -85,15 +86,12 @@ class DelayedScaling(Recipe):
             raise ValueError("scaling_factor_compute_algo is not supported; accepted: None, for fp8_max / amax * 2**-margin")
 
     def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
-        return fp8.Recipe(
-            fp8_format=_ours(self.fp8_format),
+        return dataclasses.replace(
+            super().attention_recipe(bf16_backward, out_dtype),
             scaling="delayed",
-            granularity="tensor",
             margin=self.margin,
             amax_history_len=self.amax_history_len,
             amax_compute_algo=self.amax_compute_algo,
-            bf16_backward=bf16_backward,
-            out_dtype=out_dtype,
         )
 
 
@@ -119,13 +117,6 @@ class Float8CurrentScaling(Recipe):
         self._check()
         if self.use_power_2_scales:
             raise NotImplementedError("use_power_2_scales is True; accepted: False, for scales that use the whole range")
-
-    def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
-        return fp8.Recipe(fp8_format=_ours(self.fp8_format), granularity="tensor", bf16_backward=bf16_backward, out_dtype=out_dtype)
-
-
-def _ours(fp8_format: Format) -> fp8.Fp8Format:
-    return "HYBRID" if fp8_format is Format.HYBRID else "E4M3"
 
 
 def recipe_of(recipe: object) -> Recipe:
@@ -209,16 +200,6 @@ def autocast(
         _active.depth -= enabled
 
 
-@contextlib.contextmanager
-def with_recipe(recipe: Recipe | None) -> Iterator[None]:
-    """Context in which this recipe is active, without a new step; for a checkpoint's recomputation."""
-    before, _active.recipe = _active.recipe, recipe
-    try:
-        yield
-    finally:
-        _active.recipe = before
-
-
 def checkpoint(function: Callable[..., object], *args: object, use_reentrant: bool = True, **kwargs: Any) -> Any:
     """Returns function(*args, **kwargs). The backward recomputes its activations, with the same FP8 recipe.
 
@@ -233,8 +214,11 @@ def checkpoint(function: Callable[..., object], *args: object, use_reentrant: bo
     recipe = _active.recipe
 
     def run(*inputs: object, **keywords: object) -> Any:
-        with with_recipe(recipe):
+        before, _active.recipe = _active.recipe, recipe  # without a new step
+        try:
             return function(*inputs, **keywords)
+        finally:
+            _active.recipe = before
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
 

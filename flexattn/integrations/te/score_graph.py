@@ -35,19 +35,15 @@ class GraphTensor:
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         verb, _, attribute = name.partition("_")
-        if verb in ("set", "get") and attribute in _ATTRIBUTES:
-            return self._setter(attribute) if verb == "set" else self._getter(attribute)
-        raise AttributeError(f"a tensor of a score_mod's graph has no {name!r}; it has set_ and get_ of: {', '.join(_ATTRIBUTES)}")
+        if verb not in ("set", "get") or attribute not in _ATTRIBUTES:
+            accepted = ", ".join(_ATTRIBUTES)
+            raise AttributeError(f"a tensor of a score_mod's graph has no {name!r}; it has set_ and get_ of: {accepted}")
 
-    def _setter(self, attribute: str) -> Callable[[object], GraphTensor]:
         def keep(value: object) -> GraphTensor:
             self.attributes[attribute] = value
             return self
 
-        return keep
-
-    def _getter(self, attribute: str) -> Callable[[], object]:
-        return lambda: self.attributes.get(attribute, _DEFAULTS.get(attribute))
+        return keep if verb == "set" else lambda: self.attributes.get(attribute, _DEFAULTS.get(attribute))
 
 
 class ScoreGraph:

@@ -88,11 +88,9 @@ def attention_forward(
             "output_attentions=True: flexattn never computes the softmax weights, and returns None for them; "
             'to get them, use attn_implementation="eager"',
         )
-    arguments: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
+    arguments: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "softmax_offset": s_aux}
     if deterministic:
         arguments["deterministic"] = True
-    if s_aux is not None:
-        arguments |= {"softmax_type": "learnable", "softmax_offset": s_aux}
     if attention_mask is None:
         is_causal_mask = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask_arguments = _MaskArguments(_band(is_causal_mask, sliding_window))
@@ -121,8 +119,6 @@ def attention_forward(
         if mask_arguments.mask_mod is None and bias is None and selection is None and sinks is None:
             return _attend_packed(query, key, value, mask_arguments.band, mask_arguments.packed, arguments), None
         mask_arguments = mask_arguments._replace(mask_mod=_separate(mask_arguments.packed, mask_arguments.mask_mod, query, key))
-    if bias is not None:
-        arguments |= {"bias_type": "post_scale_bias", "bias": bias}
     result = attention(
         query,
         key,
@@ -130,6 +126,7 @@ def attention_forward(
         qkv_format="bhsd",
         attn_mask_type=mask_arguments.band.attn_mask_type,
         window_size=mask_arguments.band.window_size,
+        bias=bias,
         mask_mod=mask_arguments.mask_mod,
         block_mask=mask_arguments.block_mask,
         return_lse=sinks is not None,

@@ -84,7 +84,7 @@ def flash_attn_func(
     Raises the errors of `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, _closed(window_size), softcap, None, deterministic)
-    out: Tensor = attention(q, k, v, **named(options, is_padded=False), **_sinks(s_aux))
+    out: Tensor = attention(q, k, v, **named(options, is_padded=False), softmax_offset=s_aux)
     return out
 
 
@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
     lengths_q = Lengths(q, cu_seqlens_q.to(torch.int32), None, int(max_seqlen_q))
     lengths_k = Lengths(k, cu_seqlens_k.to(torch.int32), None, int(max_seqlen_k))
     lengths = sequences.named(lengths_q, lengths_k)
-    out: Tensor = attention(q, k, v, **lengths, **named(options, is_padded=True), **_sinks(s_aux))
+    out: Tensor = attention(q, k, v, **lengths, **named(options, is_padded=True), softmax_offset=s_aux)
     return out
 
 
@@ -128,7 +128,3 @@ def _closed(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
     """Returns the window with a negative side in place of None."""
     left, right = (-1 if side is None else side for side in window_size)
     return left, right
-
-
-def _sinks(s_aux: Tensor | None) -> dict[str, Any]:
-    return {} if s_aux is None else {"softmax_type": "learnable", "softmax_offset": s_aux}

@@ -77,7 +77,6 @@ def paged_attention_forward(
     k, v = cache.update(
         key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
     )
-    sinks: dict[str, Any] = {} if s_aux is None else {"softmax_type": "learnable", "softmax_offset": s_aux}
     out: Tensor = attention(
         query[0].transpose(0, 1),
         k,
@@ -91,6 +90,6 @@ def paged_attention_forward(
         max_seqlen_kv=int(longest_k),
         softmax_scale=scaling,
         softcap=softcap or 0.0,
-        **sinks,
+        softmax_offset=s_aux,
     )
     return out[None], None
