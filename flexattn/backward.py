@@ -139,7 +139,9 @@ def differentiate(results: Results, given: Given, options: Mapping[str, Any], in
         call = kept if isinstance(kept, CachedCall) else None
     is_new = call is None
     if call is None:
-        arguments = in_full(q, k, {**options, **_named(in_fp8), "return_lse": True})
+        fp8_values = () if in_fp8 is None else (in_fp8.recipe, *in_fp8.descales)
+        in_forward = dict(zip(("fp8_recipe", "descale_q", "descale_k", "descale_v"), fp8_values, strict=False))
+        arguments = in_full(q, k, {**options, **in_forward, "return_lse": True})
         with torch.enable_grad():  # for the mods' captures
             x, settings, _ = prepare(q, k, v, arguments, is_backward=True, results=results)
         steps = None
@@ -171,13 +173,6 @@ def differentiate(results: Results, given: Given, options: Mapping[str, Any], in
         gradients = guarded(gradients, dout, dlse, out, lse, q, k, v, *bias_and_offset, *captured)
     dense, capture_gradients = gradients[: len(found) - 1], gradients[len(found) - 1 :]
     return Gradients(*dense, tuple(zip(captured, capture_gradients, strict=True)))  # type: ignore[call-arg, arg-type]
-
-
-def _named(in_fp8: GivenInFp8 | None) -> dict[str, Any]:
-    """Returns the arguments of a forward in FP8."""
-    if in_fp8 is None:
-        return {}
-    return {"fp8_recipe": in_fp8.recipe, **dict(zip(("descale_q", "descale_k", "descale_v"), in_fp8.descales, strict=True))}
 
 
 def _check_kinds(*qkv: object) -> None:

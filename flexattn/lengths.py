@@ -57,7 +57,9 @@ def check_lengths(attn_mask_type: str, q: Side, k: Side, also_missing: Sequence[
                 )
         if padding:
             _check_given(end, side)
-            batches += _check_tensors(end, side, q.x.device)
+            batches += check_length_tensor(f"cu_seqlens_{end}", side.cu_seqlens, 1, q.x.device)
+            batches += check_length_tensor(f"cu_seqlens_{end}_padded", side.cu_seqlens_padded, 1, q.x.device)
+            batches += check_length_tensor(f"seqused_{end}", side.seqused, 0, q.x.device)
             continue
         for name, lengths in ((f"cu_seqlens_{end}", side.cu_seqlens), (f"seqused_{end}", side.seqused)):
             if lengths is not None:
@@ -143,15 +145,6 @@ def _check_given(end: str, side: Side) -> None:
             )
     elif side.cu_seqlens is not None and side.seqused is not None:
         raise ValueError(f"{name} and {used} are given with format {side.fmt}; accepted: one of them, the sequences' lengths")
-
-
-def _check_tensors(end: str, side: Side, device: torch.device) -> list[tuple[str, int]]:
-    """Returns [(source, batch size)] of a side's tensors of lengths."""
-    return [
-        *check_length_tensor(f"cu_seqlens_{end}", side.cu_seqlens, 1, device),
-        *check_length_tensor(f"cu_seqlens_{end}_padded", side.cu_seqlens_padded, 1, device),
-        *check_length_tensor(f"seqused_{end}", side.seqused, 0, device),
-    ]
 
 
 def check_length_tensor(name: str, t: Tensor | None, more: int, device: torch.device) -> list[tuple[str, int]]:

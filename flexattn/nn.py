@@ -289,11 +289,7 @@ def _visible(keys: Tensor | None, pairs: Tensor | None) -> Mod:
     if pairs is None:
         assert keys is not None
         padding = keys
-
-        def key_is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return ~padding[b, 0, 0, j]
-
-        return key_is_visible
+        return lambda b, h, i, j: ~padding[b, 0, 0, j]
     one_b, one_h = pairs.shape[0] == 1, pairs.shape[1] == 1
 
     def pair_is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -262,7 +262,7 @@ def _checked_sizes(q: Tensor, k: Tensor, formats: tuple[str, str], arguments: Ar
     if slopes is not None:
         validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
     elif bias_type == "alibi":
-        arguments["alibi_slopes"] = default_alibi_slopes(heads, q)
+        arguments["alibi_slopes"] = default_alibi_slopes(heads, q.device)
     validation.check_softmax_offset(str(arguments["softmax_type"]), arguments["softmax_offset"], q, heads)
     if rng_state is not None:
         validation.check_rng_state(rng_state, q, batch)
@@ -372,16 +372,11 @@ def _trace_mods(
     return trace_mods(score_mod, mask_mod, tensors, needs_grad, Masks(masks))
 
 
-def default_alibi_slopes(heads: int, q: Tensor) -> Tensor:
-    """Returns the slopes of Press et al. (2022)."""
-    return _alibi_slopes(heads, q.device)
-
-
 @keep(64)
-def _alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """Returns 2**(-8 i / n) for head i = 1..n if n is a power of two. Otherwise n' < n, the power of two below, has these slopes.
+def default_alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """Returns the slopes of Press et al. (2022): 2**(-8 i / n) for head i = 1..n if n is a power of two.
 
-    The other heads have every other slope of 2 n'.
+    Otherwise n' < n, the power of two below, has these slopes. The other heads have every other slope of 2 n'.
     """
     power = 2 ** (heads.bit_length() - 1)
     head = torch.arange(heads, dtype=torch.float32, device=device)

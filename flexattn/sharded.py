@@ -63,7 +63,9 @@ def attend_sharded(attend: Callable[..., Any], q: Any, k: Any, v: Any, options: 
     kinds = _kinds(q, q_format, kv_format, mesh, arguments, (heads, heads_kv), batch)
     _refuse(kinds, arguments)
     if arguments["dropout_p"] > 0.0 and arguments["rng_state"] is None:
-        arguments["rng_state"] = _common_rng_state((q.to_local() if isinstance(q, DTensor) else q).device, mesh)
+        state = new_rng_state((q.to_local() if isinstance(q, DTensor) else q).device)
+        drawn = DTensor.from_local(state, mesh, [Partial("max")] * mesh.ndim, run_check=False)  # the largest for all ranks
+        arguments["rng_state"] = drawn.redistribute(mesh, [Replicate()] * mesh.ndim)
 
     def local(x: object, heads_dim: int | None, batch_dim: int | None, sequence_dim: int | None = None) -> Any:
         """Returns x's part on this rank, given its dims of heads, batch and tokens. A dim of None is not divided."""
@@ -82,7 +84,8 @@ def attend_sharded(attend: Callable[..., Any], q: Any, k: Any, v: Any, options: 
     b_q, b_kv = (q_format.index("b"), kv_format.index("b")) if dense else (None, None)
     bias, slopes = arguments["bias"], arguments["alibi_slopes"]
     arguments["bias"] = local(bias, *(None if bias is None or bias.shape[dim] == 1 else dim for dim in (1, 0)))
-    arguments["alibi_slopes"] = local(slopes, None if slopes is None else slopes.dim() - 1, 0 if _dim(slopes) == 2 else None)
+    slopes_dims = 0 if slopes is None else slopes.dim()
+    arguments["alibi_slopes"] = local(slopes, slopes_dims - 1, 0 if slopes_dims == 2 else None)
     arguments["softmax_offset"] = local(arguments["softmax_offset"], 0, None)
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         arguments[name] = _rows(local(arguments[name], None, None), kinds, mesh, batch)
@@ -192,7 +195,8 @@ def _refuse(kinds: list[str], arguments: Mapping[str, Any]) -> None:
                 f"{name} is given with DTensors that are sharded, under torch.compile; accepted: eager mode, or local tensors"
             )
         explicit = arguments["score_mod_tensors"] if name == "score_mod" else ()
-        found = find_all_captures(name, arguments[name], tree_map(_on_meta, explicit))
+        on_meta = tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), explicit)
+        found = find_all_captures(name, arguments[name], on_meta)
         if found.key is None:
             raise ValueError(
                 f"{name} is given with DTensors that are sharded, and the tensors that it reads cannot be known: {found.unkeyed}; "
@@ -209,16 +213,6 @@ def _refuse(kinds: list[str], arguments: Mapping[str, Any]) -> None:
                     )
                     + "; accepted beside DTensors: plain tensors without a gradient, and any in score_mod_tensors"
                 )
-
-
-def _on_meta(t: Tensor) -> Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device="meta")
-
-
-def _common_rng_state(device: torch.device, mesh: DeviceMesh) -> DTensor:
-    """Returns one seed and offset for all ranks: the largest that any rank draws."""
-    drawn = DTensor.from_local(new_rng_state(device), mesh, [Partial("max")] * mesh.ndim, run_check=False)
-    return drawn.redistribute(mesh, [Replicate()] * mesh.ndim)
 
 
 def _first(kinds: list[str], mesh: DeviceMesh, kind: str, size: int) -> int:
@@ -265,7 +259,3 @@ def _shifted_blocks(mask: BlockMask, first_row: int, first_head: int) -> BlockMa
 
 def _shows_all(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return j >= 0
-
-
-def _dim(x: object) -> int:
-    return x.dim() if isinstance(x, Tensor) else 0

@@ -51,8 +51,10 @@ def without_aliases(q: Any, k: Any, options: Mapping[str, object]) -> dict[str, 
     for name in BOTH_SIDES:
         value = given.pop(name, None)
         if value is not None:
-            sides = f"{name}_q", f"{name}_kv"
-            given.update(zip(sides, both_sides(name, value, *map(given.get, sides)), strict=True))
+            for side in (f"{name}_q", f"{name}_kv"):
+                if given.get(side) is not None:
+                    raise ValueError(f"{name} and {side} are given. Pass {name} for both sides, or {name}_q and {name}_kv.")
+                given[side] = value
     if given.get("kv_block_size") is not None:
         from flexattn.key_lists import with_block_mask  # here, because calls without lists of blocks should not wait for its import
 
@@ -61,14 +63,6 @@ def without_aliases(q: Any, k: Any, options: Mapping[str, object]) -> dict[str, 
     if mask is not None:
         given.update(masked(q, mask, score_sizes(q, k, DEFAULTS | given), DEFAULTS | given))
     return given
-
-
-def both_sides(name: str, value: object, q_value: object, kv_value: object) -> tuple[object, object]:
-    """Returns the value for queries and for keys. Raises if one of them is given too."""
-    for side, given in (("q", q_value), ("kv", kv_value)):
-        if given is not None:
-            raise ValueError(f"{name} and {name}_{side} are given. Pass {name} for both sides, or {name}_q and {name}_kv.")
-    return value, value
 
 
 def bias_type_of(bias_type: object, bias: object, alibi_slopes: object) -> Any:

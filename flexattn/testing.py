@@ -264,13 +264,14 @@ def check_close(
         return
     got64, ref64, eager64 = (t.detach().to(ref.device, torch.float64) for t in (got, ref, same_dtype_eager))
     errors, eager_errors = _errors(got64, ref64), _errors(eager64, ref64)
-    scale = ref64[ref64.isfinite()]
+    scale = ref64[ref64.isfinite()].abs()
+    scale = scale if scale.numel() else scale.new_zeros(1)
     arithmetic = torch.float64 if got.dtype is torch.float64 else torch.float32
     rounding = ROUNDING_STEPS * torch.finfo(got.dtype).eps + largest_score * torch.finfo(arithmetic).eps
-    for kind, norm in (("max", _max), ("rms", _rms)):
-        error, budget = norm(errors), norm(eager_errors)
+    for kind, norm in (("max", torch.max), ("rms", lambda t: t.square().mean().sqrt())):
+        error, budget, size = (float(norm(t)) for t in (errors, eager_errors, scale))
         assert budget < float("inf"), f"{name}: same_dtype_eager is no budget: it is NaN, or infinite where ref is not"
-        limit = factor * budget + (rounding * norm(scale.abs()) if atol is None else atol)
+        limit = factor * budget + (rounding * size if atol is None else atol)
         if not error <= limit:
             raise AssertionError(
                 f"{name}: {kind} error {error:.3e} > {limit:.3e} (same-dtype eager {budget:.3e}, factor {factor:g}); worst:\n"
@@ -281,14 +282,6 @@ def check_close(
 def _errors(values: Tensor, ref: Tensor) -> Tensor:
     difference = torch.where(values == ref, 0.0, (values - ref).abs())
     return difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
-
-
-def _max(t: Tensor) -> float:
-    return float(t.max()) if t.numel() else 0.0
-
-
-def _rms(t: Tensor) -> float:
-    return float(t.square().mean().sqrt()) if t.numel() else 0.0
 
 
 def _worst(errors: Tensor, got: Tensor, ref: Tensor, eager: Tensor, count: int = 5) -> str:

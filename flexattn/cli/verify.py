@@ -84,10 +84,6 @@ def _documents(device: str) -> dict[str, object]:
     return {"mask_mod": lambda b, h, i, j: (i // 64 == j // 64) | (j < 10)}
 
 
-def _dropout(device: str) -> dict[str, object]:
-    return {"dropout_p": 0.3, "rng_state": torch.tensor([5, 7], device=device)}
-
-
 CASES = (
     # The first three have the kernels of the timed calls, which are then compiled.
     Case("causal, head dim 128", 128, batch=1, queries=1100, keys=1100, heads_kv=4, options=_causal),
@@ -103,7 +99,7 @@ CASES = (
     Case("full, head dim 96, float16", 96, queries=300, keys=700, dtype=torch.float16),
     Case("window", 64, keys=800, options=lambda device: {"attn_mask_type": "causal_bottom_right", "window_size": (100, 0)}),
     Case("ALiBi and softcap", 64, options=lambda device: {"bias_type": "alibi", "softcap": 20.0, "attn_mask_type": "causal"}),
-    Case("dropout", 64, options=_dropout),
+    Case("dropout", 64, options=lambda device: {"dropout_p": 0.3, "rng_state": torch.tensor([5, 7], device=device)}),
     Case("float32", 64, queries=200, keys=300, dtype=torch.float32),
     Case("head dim 512", 512, batch=1, queries=200, keys=200, options=_causal),
 )

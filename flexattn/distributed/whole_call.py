@@ -309,7 +309,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
     validation.check_softmax_offset(softmax_type, offset, q, heads)
     if bias_type == "alibi" and slopes is None:
-        slopes = default_alibi_slopes(heads, q)
+        slopes = default_alibi_slopes(heads, q.device)
     if softmax_type == "off-by-one":
         offset = torch.zeros(heads, dtype=torch.float32, device=q.device)
     blocks = plan.mask.blocks

@@ -317,7 +317,9 @@ def _given(given: Mapping[str, object]) -> _Given:
     for name in _ARRAYS:
         value = arguments.pop(name)
         if value is not None or name in ("q", "k", "v"):
-            arrays[name] = _array(name, value)
+            if not isinstance(value, (jax.Array, np.ndarray)):
+                raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
+            arrays[name] = jnp.asarray(value)  # in JAX's dtype, such as float32 for float64
     if (words := arguments.pop("rng_state")) is not None:
         arrays["rng_state"] = words_of(words)
     elif validation.check_scalars(None, 0.0, arguments["dropout_p"])[2] > 0.0:
@@ -325,7 +327,7 @@ def _given(given: Mapping[str, object]) -> _Given:
     if arguments["bias_type"] == "alibi" and "alibi_slopes" not in arrays and arrays["q"].ndim:
         heads = _heads(arrays["q"], arguments["qkv_format"])
         if heads is not None:
-            arrays["alibi_slopes"] = jnp.asarray(default_alibi_slopes(heads, torch.empty(0, device="cpu")).numpy())
+            arrays["alibi_slopes"] = jnp.asarray(default_alibi_slopes(heads, torch.device("cpu")).numpy())
     for name in "qkv":
         if jnp.dtype(arrays[name].dtype).name.startswith("float8"):
             arrays.setdefault(f"descale_{name}", jnp.ones((), jnp.float32))
@@ -344,12 +346,6 @@ def _given(given: Mapping[str, object]) -> _Given:
         static["mask_mod"] = None
     lists = [] if block_mask is None else list(block_mask.lists)
     return _Given(tuple(arrays), [*arrays.values(), *captures, *lists], static, traced, captures, block_mask)
-
-
-def _array(name: str, value: object) -> object:
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return jnp.asarray(value)  # in JAX's dtype, such as float32 for float64
-    raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
 
 
 def _heads(q: jax.Array, qkv_format: object) -> int | None:

@@ -210,7 +210,7 @@ def forget() -> None:
     """Drops all that is kept in the process."""
     call_cache.clear_cache()
     trace.clear_cache()
-    prepare._alibi_slopes.cache_clear()  # type: ignore[attr-defined]
+    prepare.default_alibi_slopes.cache_clear()  # type: ignore[attr-defined]
     fused_attn._no_dropout_states.clear()
 
 

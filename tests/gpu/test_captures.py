@@ -182,7 +182,7 @@ def test_slopes_whose_first_use_is_captured() -> None:
     with torch.no_grad():
         for _ in range(3):
             attention(*tensors, bias_type="alibi", attn_mask_type="causal", backend="triton")
-        prepare._alibi_slopes.cache_clear()  # type: ignore[attr-defined]
+        prepare.default_alibi_slopes.cache_clear()  # type: ignore[attr-defined]
         graph, out = capture(lambda: attention(*tensors, bias_type="alibi", attn_mask_type="causal", backend="triton"))
         options = {"bias_type": "alibi", "attn_mask_type": "causal", "backend": "eager"}
         attention(*tensors, **options)
