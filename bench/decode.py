@@ -12,7 +12,6 @@ so a graph that reads freed memory is found. Needs a GPU.
 from __future__ import annotations
 
 import functools
-import gc
 import statistics
 import sys
 from collections.abc import Callable
@@ -137,11 +136,6 @@ def reason_of(error: Exception) -> str:
     return ": ".join([type(error).__name__, " ".join(lines)][: 1 + bool(lines)])[:300]
 
 
-def free_memory() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def _prepared(prepare: Callable[[], Call], wanted: Tensor, row: Row, is_timed: bool) -> Captured | None:
     """Returns the graph of an implementation if its result is right. `row` gets the error, or the reason of a refusal."""
     try:
@@ -155,7 +149,7 @@ def _prepared(prepare: Callable[[], Call], wanted: Tensor, row: Row, is_timed: b
         raise
     except REFUSALS as e:  # a refusal is a row of the table
         row |= {"status": "refused", "reason": reason_of(e)}
-    free_memory()
+    harness.free_memory()
     return None
 
 
@@ -229,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         if cell is None and (options.check or "*" not in options.only):
             continue
         rows = [measure_merge(flush)] if cell is None else measure(name, cell, flush, not options.check)
-        free_memory()
+        harness.free_memory()
         for row in rows:
             run.add(row, f"{name:36} {row['implementation']:32} {outcome(row)}")
     return run.status()

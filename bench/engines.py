@@ -294,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, cell in harness.chosen(CELLS, options.only).items():
         with torch.inference_mode():
             rows = measure(name, cell, flush, not options.check)
-        decode.free_memory()
+        harness.free_memory()
         for row in rows:
             run.add(row, f"{name:36} {row['implementation']:24} {_outcome(row)}")
     return run.status()

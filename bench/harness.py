@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import gc
 import statistics
 import sys
 import time
@@ -147,3 +148,9 @@ def event_times(call: Callable[[], object], calls: int, before: Callable[[], obj
         end.record()
     torch.cuda.synchronize()
     return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+def free_memory() -> None:
+    """Returns the memory of dropped tensors to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()

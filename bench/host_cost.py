@@ -94,7 +94,8 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
     mask = "causal" if inputs.cu_seqlens_q is None else "padding_causal"
     others = {name: value for name, value in inputs._asdict().items() if name not in "qkv"} | {"attn_mask_type": mask}
     if kind == "score_mod":
-        others["score_mod"] = _alibi(torch.linspace(0.1, 1.0, HEADS, device=device))
+        slopes = torch.linspace(0.1, 1.0, HEADS, device=device)
+        others["score_mod"] = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs()
     if kind.startswith("fp8"):
         recipe = others["fp8_recipe"] = fp8.Recipe(scaling="delayed" if kind == "fp8 delayed" else "current")
         others["fp8_state"] = fp8.DelayedScaling(recipe, HEADS, device=device) if kind == "fp8 delayed" else None
@@ -119,13 +120,6 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
             yield {"call": kind, "direction": direction, "implementation": name, **quartiles(samples)}
     if has_gpu and kind == "bshd":
         yield from _frontend(rounds)
-
-
-def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score - slopes[h] * (q_idx - kv_idx).abs()
-
-    return score_mod
 
 
 def implementations(

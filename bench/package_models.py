@@ -12,7 +12,6 @@ come from torch's `scaled_dot_product_attention`, which is called for one docume
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import inspect
 import itertools
@@ -27,7 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.varlen import varlen_attn
 
 from flexattn.bench import record
-from flexattn.bench.harness import Row, Run, event_times, in_turns, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Row, Run, event_times, free_memory, in_turns, make_parser, need_gpu, quartiles
 
 WORST = 2.0
 ROUNDS = 8
@@ -265,8 +264,7 @@ def measure(sizes: Sizes) -> Iterator[Row]:
     for name, make in SUBJECTS.items():
         for row in rows_of(make, sizes):
             yield {"model": name} | row
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -219,14 +219,12 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
     torch_version = f"torch {torch.__version__}"
     cudnn_versions = f"{torch_version}, cuDNN {cudnn_version()}"
 
-    def back_to_tokens(workload: Workload) -> Callable[[Tensor], Tensor]:
-        return lambda t: t.transpose(1, 2)[0] if workload.is_ragged else t.transpose(1, 2)
-
     def flex(workload: Workload, tensors: Tensors, direction: str) -> Any:
         attend = functools.partial(_flex_attention, flex_mode)
         if direction != "forward" and tensors.dense_bias is not None:
             tensors = tensors._replace(dense_bias=tensors.dense_bias.float())
-        return differentiable(attend, contiguous_bhsd, back_to_tokens(workload))(workload, tensors, direction)
+        layouts = contiguous_bhsd, lambda t: t.transpose(1, 2)[0] if workload.is_ragged else t.transpose(1, 2)
+        return differentiable(attend, *layouts)(workload, tensors, direction)
 
     def triangle(workload: Workload, tensors: Tensors, direction: str) -> Any:
         layouts = functools.partial(_rows, workload), lambda t: t.flatten(0, 1).transpose(1, 2)

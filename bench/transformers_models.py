@@ -11,7 +11,6 @@ transformers 5.17 or later.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from flexattn import compat
 from flexattn.bench import record
-from flexattn.bench.harness import Row, Run, event_times, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Row, Run, event_times, free_memory, make_parser, need_gpu, quartiles
 
 # The implementations of a group alternate by model. FlexAttention compiles for minutes, so it comes after the others.
 GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
@@ -206,8 +205,7 @@ def measure(chosen: Chosen, device: torch.device) -> Iterator[Row]:
                 else:
                     yield cell | {"status": "measured"} | measured
             del subject
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory()
 
 
 def main(argv: list[str] | None = None) -> int:
