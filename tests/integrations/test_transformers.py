@@ -18,8 +18,11 @@ from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from flexattn.integrations.transformers import attention_forward, attention_mask, paged_attention_forward, register  # noqa: E402
-from flexattn.integrations.transformers.masks import Visible  # noqa: E402
-from flexattn.integrations.transformers.patterns import Pattern, recognize  # noqa: E402
+from flexattn.integrations.transformers.masks import (  # noqa: E402
+    Pattern,
+    Visible,
+    recognize,
+)
 from tests.support.transformers_models import (  # noqa: E402
     DECODERS,
     REFERENCE,

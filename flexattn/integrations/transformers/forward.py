@@ -11,8 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.dispatch.neutral import is_traced
 from flexattn.functional import attention
 from flexattn.integrations.transformers.keywords import check_keywords
-from flexattn.integrations.transformers.masks import Band, Packed, Visible
-from flexattn.integrations.transformers.patterns import MaskFunction
+from flexattn.integrations.transformers.masks import Band, MaskFunction, Packed, Visible
 from flexattn.integrations.transformers.selection import selection_of, with_sinks
 from flexattn.validation import describe
 from flexattn.warn import warn_once
