@@ -245,13 +245,12 @@ def _dequantize(source: Any, data: jax.Array, scale: jax.Array, dtype: DTypeLike
     return (data.astype(jnp.float32) * scale).astype(source.dtype if dtype is None else dtype)
 
 
-def _dequantize_forward(source: Any, data: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return _dequantize(source, data, scale, dtype), (jnp.zeros((), source.dtype), data, scale)
-
-
 def _dequantize_backward(dtype: DTypeLike, saved: Any, gradient: jax.Array) -> object:
     like, data, scale = saved
     return gradient.astype(like.dtype), jnp.zeros_like(data), jnp.zeros_like(scale)
 
 
-_dequantize.defvjp(_dequantize_forward, _dequantize_backward)
+_dequantize.defvjp(
+    lambda source, data, scale, dtype: (_dequantize(source, data, scale, dtype), (jnp.zeros((), source.dtype), data, scale)),
+    _dequantize_backward,
+)

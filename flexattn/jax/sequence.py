@@ -107,11 +107,6 @@ class _Sequences(NamedTuple):
     is_padded: bool = False  # whether there is padding between documents
 
     @classmethod
-    def full_length(cls, batch: int, length: int) -> _Sequences:
-        """Returns sequences that all have the full length."""
-        return cls(jnp.zeros(batch, jnp.int32), jnp.full(batch, length, jnp.int32))
-
-    @classmethod
     def of(cls, fmt: str, options: dict[str, object]) -> _Sequences | None:
         """Removes the length arguments from the options, and returns their sequences; None if there are none."""
         names = ("cu_seqlens_q", "cu_seqlens_q_padded")
@@ -236,7 +231,10 @@ class _AxisCall(NamedTuple):
     def _lengths(self, q: jax.Array, start: jax.Array, total: int) -> tuple[_Origin, dict[str, object]]:
         """Returns the origin of the queries from `start` on in their sequences, and the arguments for the sequences' lengths."""
         count = q.shape[self.dim]
-        sequences = self.sequences or _Sequences.full_length(q.shape[self.fmt.index("b")], total)
+        sequences = self.sequences
+        if sequences is None:  # all have the full length
+            batch = q.shape[self.fmt.index("b")]
+            sequences = _Sequences(jnp.zeros(batch, jnp.int32), jnp.full(batch, total, jnp.int32))
         starts, full_lengths, longest, is_padded = sequences
         first, stop = (jnp.clip(token - starts, 0, full_lengths) for token in (start, start + count))
         begin, end = jnp.zeros_like(full_lengths), full_lengths

@@ -56,7 +56,8 @@ def partitioned(primitive: Primitive, layout_of: Callable[[object, Sequence[tupl
                 ]
 
             result_shardings, operand_shardings = (
-                [_sharding(mesh, f, axes) for f in side] for side in (layout.results, layout.operands)
+                [NamedSharding(mesh, PartitionSpec(*(axes.get(_names(factor)[0]) for factor in factors))) for factors in side]
+                for side in (layout.results, layout.operands)
             )
             return mesh, local, result_shardings, tuple(operand_shardings)
 
@@ -179,10 +180,6 @@ def _axes(layout: Layout, operand_infos: Sequence[Any]) -> dict[str, tuple[str, 
             if name in layout.split - axes.keys() and names and layout.sizes[name] % parts == 0 and not taken & set(names):
                 axes[name] = names
     return axes
-
-
-def _sharding(mesh: jax.sharding.Mesh, factors: Factors, axes: dict[str, tuple[str, ...]]) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*(axes.get(_names(factor)[0]) for factor in factors)))
 
 
 def _reduce(

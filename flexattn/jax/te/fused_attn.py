@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from torch import Tensor
 
 from flexattn.dispatch.spec import as_index
 from flexattn.integrations.te.backend_selection import environment
+from flexattn.integrations.te.score_mod import TEScoreMod
 from flexattn.jax.front import attend
+from flexattn.jax.mods import InTorch
 from flexattn.jax.te.names import AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout, member, name_of
-from flexattn.jax.te.score_mod import recorded
 from flexattn.jax.te.sequences import Rows, SequenceDescriptor, sequences_of
 from flexattn.validation import describe
 
@@ -106,7 +109,7 @@ def fused_attn(
     if is_training and dropout_probability:
         arguments |= {"dropout_p": dropout_probability, "rng_state": _words(seed)}
     if score_mod is not None:
-        arguments["score_mod"] = recorded(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
+        arguments["score_mod"] = _recorded(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
     else:
         for name, value in (
             ("score_mod_bprop", score_mod_bprop),
@@ -194,3 +197,61 @@ def _words(seed: jax.Array) -> jax.Array:
 
 def _describe(x: object) -> str:
     return f"{x.dtype} {x.shape}" if hasattr(x, "dtype") and hasattr(x, "shape") else describe(x)
+
+
+def _split(argument: str, tensors: object) -> tuple[dict[str, object], dict[str, jax.Array]]:
+    """Splits a dict of callbacks' tensors: numbers are part of the call, arrays of 0 to 4 dims are its operands.
+
+    Returns the dict with None for each array, and the arrays. Raises TypeError if it is not a dict, or if a name is not a str.
+    """
+    if tensors is None:
+        return {}, {}
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"{argument} is a {type(tensors).__name__}; accepted: a dict from names to arrays and numbers, or None")
+    for name in tensors:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} has the name {name!r}, a {type(name).__name__}; accepted: str names")
+    arrays = {name: jnp.asarray(x) for name, x in tensors.items() if isinstance(x, (jax.Array, np.ndarray))}
+    return {name: None if name in arrays else x for name, x in tensors.items()}, arrays
+
+
+def _recorded(
+    score_mod: Callable[..., Any], score_mod_bprop: Callable[..., Any] | None, tensors: object, bprop_tensors: object
+) -> InTorch:
+    """Returns callbacks as a score_mod of `flexattn.jax.attention`.
+
+    Equal callbacks with tensors of equal shapes share a program, even if they are different objects.
+
+    Args:
+        score_mod: score_mod(graph, score, tensors) -> the modified score.
+        score_mod_bprop: score_mod_bprop(graph, dscore, tensors) -> the gradient of the score. None: the gradient is derived.
+        tensors: name -> array or number, for score_mod. Arrays, [b, h, sq, skv] or the last of these dims, with 1 for a broadcast
+            dim, may be traced. If score_mod_bprop is None, they receive gradients.
+        bprop_tensors: the same for score_mod_bprop.
+
+    Raises:
+        TypeError, ValueError: as `flexattn.integrations.te.TEScoreMod`; ValueError if a gradient of one of the tensors is needed
+            although there is a score_mod_bprop, when the call is traced.
+    """
+    if bprop_tensors and score_mod_bprop is None:
+        raise ValueError(
+            "score_mod_bprop_tensors comes without a score_mod_bprop; accepted: None, because the derived gradient has none"
+        )
+    values, arrays = _split("score_mod_tensors", tensors)
+    bprop_values, bprop_arrays = _split("score_mod_bprop_tensors", bprop_tensors)
+
+    def make(stand_ins: tuple[Tensor, ...]) -> TEScoreMod:
+        forward_tensors = dict(zip(arrays, stand_ins[: len(arrays)], strict=True))
+        backward_tensors = dict(zip(bprop_arrays, stand_ins[len(arrays) :], strict=True))
+        if score_mod_bprop is None:
+            return TEScoreMod(score_mod, None, values | forward_tensors)
+        for argument, tensors_of_role in (("score_mod_tensors", forward_tensors), ("score_mod_bprop_tensors", backward_tensors)):
+            for name, t in tensors_of_role.items():
+                if t.requires_grad:
+                    raise ValueError(
+                        f"{argument}[{name!r}] is differentiated, but score_mod_bprop does not compute its gradient; accepted: "
+                        "jax.lax.stop_gradient of it, or no score_mod_bprop, so that the gradient is derived"
+                    )
+        return TEScoreMod(score_mod, score_mod_bprop, values | forward_tensors, bprop_values | backward_tensors)
+
+    return InTorch(make, (*arrays.values(), *bprop_arrays.values()))
