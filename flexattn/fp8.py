@@ -18,7 +18,7 @@ from flexattn.dispatch.spec import Operands, parse_format
 from flexattn.function_context import FunctionContext
 from flexattn.lengths import check_lengths_of
 from flexattn.ops import Settings
-from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_device, check_local, check_name, describe
+from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_device, check_flag, check_local, check_name, describe
 
 __all__ = ["DelayedScaling", "QuantizedTensor", "Recipe", "dequantize", "quantize"]
 
@@ -80,19 +80,14 @@ class Recipe:
             ("granularity", self.granularity, GRANULARITIES),
         ):
             check_name(name, value, accepted)
-        for name in ("rotation", "bf16_backward"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {describe(getattr(self, name))}; accepted: True, False")
-        if self.keep_16_bit is not None and not isinstance(self.keep_16_bit, bool):
-            raise TypeError(f"keep_16_bit is {describe(self.keep_16_bit)}; accepted: None, True, False")
+        check_flag("rotation", self.rotation)
+        check_flag("bf16_backward", self.bf16_backward)
+        check_flag("keep_16_bit", self.keep_16_bit, optional=True)
         if self.keep_16_bit and (self.rotation or self.bf16_backward):
             other = "rotation" if self.rotation else "bf16_backward"
             raise ValueError(f"keep_16_bit is True with {other}, and has no effect with it; accepted: None, False")
         margins = f"an int from {-MOST_MARGIN} to {MOST_MARGIN}, the power of two that divides scales"
-        if isinstance(self.margin, bool) or not isinstance(self.margin, int):
-            raise TypeError(f"margin is {describe(self.margin)}; accepted: {margins}")
-        if abs(self.margin) > MOST_MARGIN:
-            raise ValueError(f"margin is {self.margin}; accepted: {margins}")
+        check_count("margin", self.margin, -MOST_MARGIN, margins, MOST_MARGIN)
         if self.out_dtype is not None and self.out_dtype not in OUT_DTYPES:
             raise ValueError(f"out_dtype is {self.out_dtype}; accepted: None, {', '.join(map(str, OUT_DTYPES))}")
         if self.block_rows is not None:

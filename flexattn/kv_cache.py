@@ -214,9 +214,7 @@ class PagedKVCache:
         neutral.refuse_capture("PagedKVCache.fork")
         pages, most = self._pages_of(sequence), self._lengths[sequence]
         count = most if length is None else length
-        check_count("length", count, 0, f"0 to {most}, the sequence's length, or None")
-        if count > most:
-            raise ValueError(f"length is {count}; accepted: 0 to {most}, the sequence's length, or None")
+        check_count("length", count, 0, f"0 to {most}, the sequence's length, or None", most)
         whole, rest = divmod(count, self.page_size)
         if rest and not self._free_pages:
             raise OutOfPagesError(f"no page is free for a copy of the last one of sequence {sequence}; free a sequence")

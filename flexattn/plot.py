@@ -10,6 +10,7 @@ from torch import Tensor
 from flexattn import ops
 from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size
 from flexattn.functional import bind_call
+from flexattn.validation import check_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,10 +58,7 @@ def plot_mask(
     x, settings = bind_call(q, k, v, **call)
     spec, x = without_pages(ops.spec_to_run(x, settings), x)
     for name, value, count in (("batch", 0 if batch is None else batch, batch_size(spec, x)), ("head", head, spec.num_heads)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is a {type(value).__name__}; accepted: an int, from 0 to {count - 1}")
-        if not 0 <= value < count:
-            raise ValueError(f"{name} is {value}; accepted: from 0 to {count - 1}, because the call has {count}")
+        check_count(name, value, 0, f"an int from 0 to {count - 1}, because the call has {count}", count - 1)
     rows, columns = _tokens(spec, x, batch)
     if not rows or not columns:
         raise ValueError(f"there are {len(rows)} queries and {len(columns)} keys to draw; accepted: at least one of each")

@@ -75,12 +75,11 @@ def attention_with_prefix(
         raise ValueError(f"{', '.join(unknown)} given; accepted with lengths and pages: {accepted}; use attention() for the others")
     page_size = k_cache.shape[parse_format(qkv_format)[1].index("s")]
     columns, most = prefix_length // page_size, (table.shape[1] - 1) * page_size
-    check_count("prefix_length", prefix_length, 1, f"a multiple of the page size, {page_size}, up to {most}")
-    if prefix_length % page_size or prefix_length > most:
-        raise ValueError(f"prefix_length is {prefix_length}; accepted: a multiple of the page size, {page_size}, up to {most}")
-    check_count("prefix_row", prefix_row, 0, f"0 to {table.shape[0] - 1}")
-    if prefix_row >= table.shape[0]:
-        raise ValueError(f"prefix_row is {prefix_row}; accepted: 0 to {table.shape[0] - 1}, a row of page_table")
+    accepted = f"a multiple of the page size, {page_size}, up to {most}"
+    check_count("prefix_length", prefix_length, 1, accepted, most)
+    if prefix_length % page_size:
+        raise ValueError(f"prefix_length is {prefix_length}; accepted: {accepted}")
+    check_count("prefix_row", prefix_row, 0, f"0 to {table.shape[0] - 1}, a row of page_table", table.shape[0] - 1)
     if options.check_values() and not torch.compiler.is_compiling():
         queries = cu_seqlens_q.diff()
         behind = seqused_kv - prefix_length - (queries if mask != "padding" else 0)

@@ -82,11 +82,11 @@ def check_number(argument: str, value: Any, limit: float, accepted: str) -> floa
     return value  # type: ignore[no-any-return]
 
 
-def check_count(argument: str, value: object, least: int, accepted: str) -> None:
-    """Raises unless the value is an int of at least `least`."""
+def check_count(argument: str, value: object, least: int, accepted: str, most: int | None = None) -> None:
+    """Raises unless the value is an int of at least `least`, and at most `most` if that is given."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{argument} is {describe(value)}; accepted: {accepted}")
-    if value < least:
+    if value < least or (most is not None and value > most):
         raise ValueError(f"{argument} is {value}; accepted: {accepted}")
 
 

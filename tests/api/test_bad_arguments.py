@@ -371,7 +371,7 @@ FP8 = {
     "recipe rotation": Bad(make(Recipe, rotation=1), TypeError, "rotation is 1 (int)", "accepted: True, False"),
     "recipe bf16_backward": Bad(make(Recipe, bf16_backward=None), TypeError, "bf16_backward is None", "accepted: True, False"),
     "recipe keep_16_bit": Bad(
-        make(Recipe, keep_16_bit="yes"), TypeError, "keep_16_bit is 'yes' (str)", "accepted: None, True, False"
+        make(Recipe, keep_16_bit="yes"), TypeError, "keep_16_bit is 'yes' (str)", "accepted: True, False, None"
     ),
     "recipe keep_16_bit rotated": Bad(
         make(Recipe, keep_16_bit=True, rotation=True), ValueError, "keep_16_bit is True with rotation", "accepted: None, False"

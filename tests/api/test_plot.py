@@ -137,11 +137,11 @@ def test_the_picture_has_the_scores() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     call = tensors()
-    with pytest.raises(ValueError, match="batch is 2; accepted: from 0 to 1, because the call has 2"):
+    with pytest.raises(ValueError, match="batch is 2; accepted: an int from 0 to 1, because the call has 2"):
         plot_mask(**call, batch=2)
-    with pytest.raises(ValueError, match="head is -1; accepted: from 0 to 3"):
+    with pytest.raises(ValueError, match="head is -1; accepted: an int from 0 to 3"):
         plot_mask(**call, head=-1)
-    with pytest.raises(TypeError, match="head is a float; accepted: an int"):
+    with pytest.raises(TypeError, match=r"head is 1.0 \(float\); accepted: an int"):
         plot_mask(**call, head=1.0)
     with pytest.raises(ValueError, match="there are 0 queries and 40 keys to draw"):
         plot_mask(**call | {"q": call["q"][:, :0]})
