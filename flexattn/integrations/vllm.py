@@ -187,20 +187,7 @@ class FlexattnBackend(_Backend, base.AttentionBackend):  # type: ignore[misc]
         is_wide = head_size > WIDEST_FP8_HEAD and kv_cache_dtype in FP8_CACHES
         return f"an FP8 cache with head_size above {WIDEST_FP8_HEAD} not supported" if is_wide else None
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        """Returns True."""
-        return True
+    supports_sink = supports_sliding_window = supports_per_head_quant_scales = classmethod(lambda cls: True)
 
 
 class FlexattnImpl(base.AttentionImpl):  # type: ignore[misc]

@@ -5,8 +5,7 @@ TransformerEngine need not be installed. `flexattn.jax.te.flax` has its flax mod
 
 from __future__ import annotations
 
-from flexattn.jax.te.availability import is_fused_attn_kernel_available
-from flexattn.jax.te.fused_attn import fused_attn
+from flexattn.jax.te.fused_attn import fused_attn, is_fused_attn_kernel_available
 from flexattn.jax.te.names import (
     AttnBiasType,
     AttnMaskType,
