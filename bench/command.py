@@ -115,10 +115,8 @@ def main(arguments: Sequence[str]) -> int:
             print(listing())
             return 0
         if args.compare:
-            from flexattn.bench.compare import compare
-
             a, b = map(record.read, args.compare)
-            print(compare(a, b, [str(path) for path in args.compare]))
+            print(tables.compare(a, b, [str(path) for path in args.compare]))
             return 0
         if args.emit_rows:
             from flexattn.bench.rows import emit

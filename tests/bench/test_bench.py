@@ -26,14 +26,13 @@ from torch import Tensor
 from flexattn.bench import check, command, counts, implementations, peers, record, run
 from flexattn.bench import measure as bench_measure
 from flexattn.bench.check import Checker
-from flexattn.bench.compare import compare, pairs
 from flexattn.bench.counts import Work, visible_pairs, work
 from flexattn.bench.implementations import Implementation, Prepared, Unavailable, differentiable
 from flexattn.bench.inputs import Tensors, make_tensors
 from flexattn.bench.measure import Calls, Samples, measure, time_on_cpu, time_on_device
 from flexattn.bench.record import Ceilings, Record, Row
 from flexattn.bench.shapes import DIRECTIONS, MODS, PRESETS, WORKLOADS, Workload, dense, log_normal_lengths, select, sweep
-from flexattn.bench.tables import figure, standings, tables, verdict
+from flexattn.bench.tables import compare, figure, pairs, standings, tables, verdict
 from flexattn.dispatch.spec import Band, make_band
 from tests.conftest import FreshPython
 

@@ -22,7 +22,7 @@ from flexattn.integrations.te import (
     fused_attn_bwd,
     fused_attn_fwd,
 )
-from flexattn.integrations.te.layouts import Layout, parse_layout
+from flexattn.integrations.te.names import Layout, parse_layout
 from tests.fuzz import oracle
 
 BATCH, HEADS, SQ, SKV = 2, 4, 9, 9

@@ -45,7 +45,7 @@ def test_results(layout: str) -> None:
     """bf16: the two round at different points, by a unit in the last place of numbers about 1."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU, and torch.cuda.is_available() is False")
-    q_format = te.layouts.parse_layout(layout).q_format
+    q_format = te.names.parse_layout(layout).q_format
     shape = (2, 128) if q_format == "bshd" else (128, 2)
     q, k, v = (torch.randn(*shape, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     if layout == "bs3hd":

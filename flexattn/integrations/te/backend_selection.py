@@ -15,8 +15,7 @@ import torch
 from flexattn.dispatch.select import unsupported
 from flexattn.dispatch.spec import AttentionSpec, Direction, Fp8, length_class, make_band
 from flexattn.integrations.te.context_parallel import STRATEGIES
-from flexattn.integrations.te.layouts import parse_layout
-from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
+from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType, parse_layout
 from flexattn.validation import check_name
 from flexattn.warn import warn_once
 

@@ -20,8 +20,15 @@ from flexattn.dispatch.neutral import may_keep, neutral_state
 from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Results, as_index, in_format
 from flexattn.in_layout import attend_with
-from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
-from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
+from flexattn.integrations.te.names import (
+    AttnBiasType,
+    AttnMaskType,
+    FusedAttnBackend,
+    Layout,
+    SoftmaxType,
+    parse_layout,
+    unpaged_layout,
+)
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
 from flexattn.likeness import PLAIN
 from flexattn.packed_tensors import joined

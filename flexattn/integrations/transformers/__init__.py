@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import inspect
 
-from flexattn.integrations.transformers.forward import attention_forward
+from flexattn.integrations.transformers.forward import attention_forward, paged_attention_forward
 from flexattn.integrations.transformers.masks import attention_mask
-from flexattn.integrations.transformers.paged import paged_attention_forward
 
 __all__ = ["attention_forward", "attention_mask", "paged_attention_forward", "register"]
 
