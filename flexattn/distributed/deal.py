@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from flexattn.distributed import layout as layouts
-from flexattn.distributed.documents import CALL_KEYS, Documents, Share, Totals, density
 from flexattn.distributed.layout import MOST_IMBALANCE, Run, Runs, union, without
 from flexattn.distributed.mask import Mask
-from flexattn.distributed.trades import GROUP, TILE, Deal, settle
+from flexattn.distributed.trades import CALL_KEYS, GROUP, TILE, Deal, Documents, Share, Totals, density, settle
 
 MOST_PAIRS = 1 << 16  # Documents times ranks. Above it, deals would take longer than a training step.
 RESERVES = (0.02, 0.0, 0.05)  # fractions of a rank's scores that stay free next to a part of a cut document
