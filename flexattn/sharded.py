@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 # By its name, because plain attention has one too. No call depends on whether another module imported it.
-_over_sequence = importlib.import_module("flexattn.distributed.sequence")
+_over_sequence = importlib.import_module("flexattn.distributed.functional")
 _SHIFTED = "_flexattn_shifted"
 _OF_ROWS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_table")
 

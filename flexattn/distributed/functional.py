@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flexattn.distributed.plans import Plan
+from flexattn.dispatch.spec import Band, make_band
+from flexattn.distributed import agreement
+from flexattn.distributed.blocks import Blocks, read_blocks
+from flexattn.distributed.layout import chunks
+from flexattn.distributed.mask import Mask
+from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.whole_call import Options, checked_call
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
 
@@ -61,3 +68,27 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, strategy: str | No
 
         return attend(q, k, v, plan, strategy, dict(options))
     return checked_call(q, k, v, plan, strategy, dict(options)).run()
+
+
+def attend_over_sequence(
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, lengths: tuple[int, int], arguments: dict[str, Any]
+) -> Any:
+    """Returns `attention` of this rank's tokens of DTensors, which are split as Shard splits them: a contiguous layout.
+
+    lengths: numbers of all queries and keys. arguments: those of `flexattn.attention`, for the full sequence.
+    """
+    band = make_band(*(arguments[name] for name in MASK[:3]))
+    blocks = None if arguments["block_mask"] is None else read_blocks(arguments["block_mask"], lengths)
+    taken = {name: arguments[name] for name in Options.__annotations__ if name in arguments and name not in MASK}
+    return attention(q, k, v, plan=_plan(group, lengths, band, blocks), **taken)
+
+
+agreement.breaks_graphs(attend_over_sequence)  # because it makes plans
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(group: ProcessGroup, lengths: tuple[int, int], band: Band, blocks: Blocks | None) -> Plan:
+    queries, keys = lengths
+    runs = (chunks(queries, group.size()), chunks(keys, group.size()))
+    mask = Mask(*band, (queries,), (keys,), blocks)
+    return Plan(group.size(), "contiguous", "auto", False, *runs, mask, group.size(), group)
