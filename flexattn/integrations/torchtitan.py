@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -74,7 +73,11 @@ def convert(model_config: Any) -> Any:
                 raise ValueError(f"model_config is a {type(config).__qualname__}; accepted: the configuration of a model")
             if type(config) is known.Config:
                 values = {x.name: getattr(config, x.name) for x in dataclasses.fields(config)}
-                (operator.setitem if isinstance(field, int) else setattr)(parent, field, module.Config(**values))
+                replacement = module.Config(**values)
+                if isinstance(field, int):
+                    parent[field] = replacement
+                else:
+                    setattr(parent, field, replacement)
             count += isinstance(config, (known.Config, module.Config))
     if not count:
         accepted = ", ".join(f"{known.__name__}.Config" for known in _MODULES)
