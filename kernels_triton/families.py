@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS, Facts, Rule
@@ -25,29 +25,13 @@ from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_larg
 _NOT_SHOWN = "no run on such a GPU shows that it is faster"
 
 
-def _hopper(name: str) -> ModuleType:
-    """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
-    return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
+def _kernels(name: str) -> ModuleType:
+    """Returns a module of kernels. Some take a third of a second to import, so this happens only when a call needs them."""
+    return importlib.import_module(f"flexattn.kernels_triton.{name}")
 
 
-def _blackwell(name: str) -> ModuleType:
-    """Returns a module of kernels for sm_100, imported like those for sm_90."""
-    return importlib.import_module(f"flexattn.kernels_triton.blackwell.{name}")
-
-
-def _mma(name: str) -> ModuleType:
-    """Returns a module of kernels for mma.sync, imported like those for sm_90."""
-    return importlib.import_module(f"flexattn.kernels_triton.mma.{name}")
-
-
-def _sparse(name: str) -> ModuleType:
-    """Returns a module of kernels for lists of keys, imported when a call has them."""
-    return importlib.import_module(f"flexattn.kernels_triton.sparse.{name}")
-
-
-def _gluon(name: str) -> ModuleType:
-    """Returns a module that kernels in Gluon share, imported like those for sm_90."""
-    return importlib.import_module(f"flexattn.kernels_triton.gluon.{name}")
+def _blocks(queries: int, keys: int) -> str:
+    return f"{queries} queries x {keys} keys"
 
 
 Call = TypeVar("Call", Forward, Backward)
@@ -57,18 +41,31 @@ Call = TypeVar("Call", Forward, Backward)
 class Family(Generic[Call]):
     """Kernels that run one direction of a call."""
 
+    direction: ClassVar[Literal["forward", "backward"]]
+
     name: str
-    direction: Literal["forward", "backward"]
     unsupported: Callable[[Call], str | None]  # the reason if they cannot run a call; None: they can
     tile: Callable[[Call], Any]  # the committed tile
-    blocks: Callable[[Any], str]  # queries and keys of a program's iteration, for a tile
     run: Callable[[Call, Any], None]  # launches them with a tile
+    blocks: Callable[[Any], str] = lambda tile: _blocks(tile.block_m, tile.block_n)  # of a program's iteration, for a tile
     splits: Callable[[Call, Any], Splits] | None = None  # number of KV splits for few queries; None: always one
     facts: Callable[[Call], Facts] = lambda call: facts_of(call.problem)  # the columns of a call in `crossovers`
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU, and faster there; if False, they run only on request
     fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile that fits its head dims or few keys; None: there is none
+    needs_diagonal: bool = False  # they were not tested with bands that do not contain their diagonal
+
+
+class ForwardFamily(Family[Forward]):
+    direction = "forward"
+
+
+class BackwardFamily(Family[Backward]):
+    direction = "backward"
+
+
+_SM_90, _SM_100, _MMA_SYNC = frozenset((90,)), frozenset((100,)), frozenset((80, 86, 89, 120))
 
 
 class Policy(NamedTuple):
@@ -106,7 +103,7 @@ def choose(call: Call, policy: Policy) -> Choice:
     rejected: list[tuple[str, str]] = []
     for family in order[:-1]:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
-        reason = reason or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
+        reason = reason or _beside_diagonal(call.problem, family) or family.unsupported(call)
         why, rule = "FLEXATTN_HOPPER=always" if family.has_run else f"FLEXATTN_HOPPER=always; {_NOT_SHOWN}", None
         if reason is None and family.has_run and not policy.ignores_measurements:
             use, facts = family.rules or family.name, family.facts(call)
@@ -138,29 +135,10 @@ def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str 
     return None if family.has_run or policy.takes_what_never_ran else f"{_NOT_SHOWN}; FLEXATTN_HOPPER=always runs it"
 
 
-# Families that run bands that do not contain their diagonal
-_EMULATED = (
-    "mma.sync",
-    "mma.sync FP8",
-    "mma.sync fused",
-    "mma.sync two-kernel",
-    "sm_90",
-    "sm_90 fused",
-    "sm_90 fused 192",
-    "sm_90 two-kernel",
-    "sm_90 wide two-kernel",
-    "sm_90 sparse",
-    "sm_90 sparse latent",
-    "sparse by block",
-    "sm_100",
-    "sm_100 fused",
-)
-
-
-def _beside_diagonal(problem: Problem, name: str) -> str | None:
+def _beside_diagonal(problem: Problem, family: Family[Any]) -> str | None:
     """Returns the reason if the band does not contain its diagonal and the family does not run such bands; otherwise None."""
     sides = (problem.window_left, problem.window_right)
-    if name in _EMULATED or all(side is None or side >= 0 for side in sides):
+    if not family.needs_diagonal or all(side is None or side >= 0 for side in sides):
         return None
     return "it was not tested with a window that ends before its diagonal"
 
@@ -169,30 +147,16 @@ def _unsupported_out(call: Forward) -> str | None:
     return "it writes out in 16 bits" if call.out.element_size() > max(2, call.problem.q.element_size()) else None
 
 
-def _never(call: object) -> None:
-    """Returns None, for a family without any reason against it."""
-
-
-def _blocks(queries: int, keys: int) -> str:
-    return f"{queries} queries x {keys} keys"
-
-
-def _run_portable_forward(call: Forward, tile: Any) -> None:
-    portable_forward.attention_forward(call.problem, call.out, call.lse, call.max_logit, tile)
-
-
 def _portable_splits(call: Forward, tile: Any) -> Splits:
     group = portable_forward.heads_of_a_tile(call.problem, tile, call.max_logit is not None)
     return splits_of(call.problem, *portable_forward.tiles_and_room(call.problem, tile, group))
 
 
-PORTABLE_FORWARD = Family[Forward](
+PORTABLE_FORWARD = ForwardFamily(
     name="portable",
-    direction="forward",
-    unsupported=_never,
+    unsupported=lambda call: None,
     tile=lambda call: call.problem.tile(FORWARD),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=_run_portable_forward,
+    run=lambda call, tile: portable_forward.attention_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=_portable_splits,
 )
 
@@ -244,70 +208,59 @@ def _portable_backward_blocks(tiles: tuple[Tile, Tile, bool]) -> str:
     return f"{text}, in one launch" if is_one_grid else text
 
 
-PORTABLE_BACKWARD = Family[Backward](
+PORTABLE_BACKWARD = BackwardFamily(
     name="portable",
-    direction="backward",
-    unsupported=_never,
+    unsupported=lambda call: None,
     tile=_portable_backward_tiles,
     blocks=_portable_backward_blocks,
     run=_run_portable_backward,
 )
 
 
-def _gluon_splits(call: Forward, tile: object, programs: int = 1) -> Splits:
-    conditions = _gluon("conditions")
-    group = conditions.heads_of_a_tile(call.problem, tile)
-    return splits_of(call.problem, *conditions.tiles_and_room(call.problem, tile, group, programs))
-
-
-HOPPER_FORWARD = Family[Forward](
-    name="sm_90",
-    direction="forward",
-    unsupported=lambda call: _hopper("conditions").forward_unsupported(call.problem, call.out),
-    tile=lambda call: _hopper("conditions").forward_tile(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=_gluon_splits,
-    facts=lambda call: _hopper("conditions").forward_facts(call.problem),
-    capabilities=frozenset((90,)),
-    fitted_tile=lambda call: _hopper("conditions").fitted_forward_tile(call.problem),
-)
-
-
-HOPPER_WIDE_FORWARD = Family[Forward](
-    name="sm_90 wide",
-    direction="forward",
-    unsupported=lambda call: _hopper("conditions").wide_unsupported(call.problem, call.out, call.max_logit is not None),
-    tile=lambda call: _hopper("conditions").wide_tile(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _hopper("wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
-    splits=_gluon_splits,
-    capabilities=frozenset((90,)),
-)
-
-
-def _fp8_cache_splits(call: Forward, tile: object) -> Splits:
-    kernels = _hopper("fp8_cache")
+def _gluon_splits(call: Forward, tile: object, module: str = "gluon.conditions", **programs: int) -> Splits:
+    kernels = _kernels(module)
     group = kernels.heads_of_a_tile(call.problem, tile)
-    return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
+    return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group, **programs))
+
+
+HOPPER_FORWARD = ForwardFamily(
+    name="sm_90",
+    unsupported=lambda call: _kernels("hopper.conditions").forward_unsupported(call.problem, call.out),
+    tile=lambda call: _kernels("hopper.conditions").forward_tile(call.problem),
+    run=lambda call, tile: _kernels("hopper.forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
+    splits=_gluon_splits,
+    facts=lambda call: _kernels("hopper.conditions").forward_facts(call.problem),
+    capabilities=_SM_90,
+    fitted_tile=lambda call: _kernels("hopper.conditions").fitted_forward_tile(call.problem),
+)
+
+
+HOPPER_WIDE_FORWARD = ForwardFamily(
+    name="sm_90 wide",
+    unsupported=lambda call: _kernels("hopper.conditions").wide_unsupported(call.problem, call.out, call.max_logit is not None),
+    tile=lambda call: _kernels("hopper.conditions").wide_tile(call.problem),
+    run=lambda call, tile: _kernels("hopper.wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
+    splits=_gluon_splits,
+    capabilities=_SM_90,
+    needs_diagonal=True,
+)
 
 
 def _unsupported_by_fp8_cache(call: Forward) -> str | None:
     if not call.problem.descales_kv:  # checked here, so that most calls do not wait for the import
         return "it needs k and v in FP8 with q in 16 bits"
-    reason: str | None = _hopper("fp8_cache").unsupported(call.problem, call.out, call.max_logit is not None)
+    reason: str | None = _kernels("hopper.fp8_cache").unsupported(call.problem, call.out, call.max_logit is not None)
     return _unsupported_out(call) or reason
 
 
-HOPPER_FP8_CACHE = Family[Forward](
+HOPPER_FP8_CACHE = ForwardFamily(
     name="sm_90 FP8 cache",
-    direction="forward",
     unsupported=_unsupported_by_fp8_cache,
-    tile=lambda call: _hopper("fp8_cache").tile_of(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _hopper("fp8_cache").fp8_cache_forward(call.problem, call.out, call.lse, tile),
-    splits=_fp8_cache_splits,
-    capabilities=frozenset((90,)),
+    tile=lambda call: _kernels("hopper.fp8_cache").tile_of(call.problem),
+    run=lambda call, tile: _kernels("hopper.fp8_cache").fp8_cache_forward(call.problem, call.out, call.lse, tile),
+    splits=lambda call, tile: _gluon_splits(call, tile, "hopper.fp8_cache"),
+    capabilities=_SM_90,
+    needs_diagonal=True,
 )
 
 
@@ -324,48 +277,43 @@ def _run_fp8_forward(call: Forward, tile: Any) -> None:
     hopper_fp8_forward(x, v_transposed, (scale_q, scale_k, scale_v), call.out, call.lse, tile)
 
 
-HOPPER_FP8_FORWARD = Family[Forward](
+HOPPER_FP8_FORWARD = ForwardFamily(
     name="sm_90 FP8",
-    direction="forward",
     unsupported=lambda call: (
-        _unsupported_out(call) or _hopper("fp8_forward").unsupported(call.problem, call.out, call.max_logit is not None)
+        _unsupported_out(call) or _kernels("hopper.fp8_forward").unsupported(call.problem, call.out, call.max_logit is not None)
     ),
-    tile=lambda call: _hopper("fp8_forward").tile_of(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    tile=lambda call: _kernels("hopper.fp8_forward").tile_of(call.problem),
     run=_run_fp8_forward,
-    capabilities=frozenset((90,)),
+    capabilities=_SM_90,
+    needs_diagonal=True,
 )
 
 
-BLACKWELL_FORWARD = Family[Forward](
+BLACKWELL_FORWARD = ForwardFamily(
     name="sm_100",
-    direction="forward",
-    unsupported=lambda call: _unsupported_out(call) or _blackwell("conditions").forward_unsupported(call.problem, call.out),
-    tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
+    unsupported=lambda call: _unsupported_out(call) or _kernels("blackwell.conditions").forward_unsupported(call.problem, call.out),
+    tile=lambda call: _kernels("blackwell.conditions").forward_tile(call.problem),
+    run=lambda call, tile: _kernels("blackwell.forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=_gluon_splits,
-    capabilities=frozenset((100,)),
+    capabilities=_SM_100,
     has_run=False,
 )
 
 
-MMA_FORWARD = Family[Forward](
+MMA_FORWARD = ForwardFamily(
     name="mma.sync",
-    direction="forward",
-    unsupported=lambda call: _mma("conditions").forward_unsupported(call.problem, call.out),
-    tile=lambda call: _mma("tiles").forward_tile(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=lambda call, tile: _gluon_splits(call, tile, SPLIT_PROGRAMS),
-    capabilities=frozenset((80, 86, 89, 120)),
+    unsupported=lambda call: _kernels("mma.conditions").forward_unsupported(call.problem, call.out),
+    tile=lambda call: _kernels("mma.tiles").forward_tile(call.problem),
+    run=lambda call, tile: _kernels("mma.forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
+    splits=lambda call, tile: _gluon_splits(call, tile, programs=SPLIT_PROGRAMS),
+    capabilities=_MMA_SYNC,
 )
 
 
 MMA_FP8_FORWARD = replace(
     MMA_FORWARD,
     name="mma.sync FP8",
-    unsupported=lambda call: _mma("conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
+    unsupported=lambda call: _kernels("mma.conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
     capabilities=frozenset((89, 120)),
 )
 
@@ -378,9 +326,19 @@ def _unsupported_in_fp32(call: Backward) -> str | None:
     return "it writes dk and dv in 16 bits" if call.dk.element_size() == 4 else None
 
 
-def _unsupported_gradients(call: Backward) -> str | None:
-    errors = (_gluon("descriptors").descriptor_error(name, t) for name, t in (("dq", call.dq), ("dk", call.dk), ("dv", call.dv)))
-    return next((error for error in errors if error), None)
+def _unsupported_by(name: str, *others: Callable[[Backward], str | None]) -> Callable[[Backward], str | None]:
+    """Returns the rules of backwards whose gradients have descriptors: `others`, then the function `module.name` of kernels."""
+    module, _, function = name.rpartition(".")
+
+    def unsupported(call: Backward) -> str | None:
+        gradients = (("dq", call.dq), ("dk", call.dk), ("dv", call.dv))
+        return (
+            next(filter(None, (other(call) for other in others)), None)
+            or getattr(_kernels(module), function)(call.problem, call.out, call.dout)
+            or next(filter(None, (_kernels("gluon.descriptors").descriptor_error(*each) for each in gradients)), None)
+        )
+
+    return unsupported
 
 
 def _unsupported_in_fp8(call: Backward) -> str | None:
@@ -404,133 +362,98 @@ def _with_key_lists(call: Backward) -> Backward:
 
 
 def _blocks_of_fused(tile: Any) -> str:
-    return _blocks(tile.queries, _gluon("conditions").KEYS)
+    return _blocks(tile.queries, _kernels("gluon.conditions").KEYS)
 
 
 def _blocks_of_two_kernels(tile: Any) -> str:
     return f"dq {tile.block_n} keys, dk and dv {_blocks(tile.block_m, tile.keys)}"
 
 
-HOPPER_FUSED = Family[Backward](
+HOPPER_FUSED = BackwardFamily(
     name="sm_90 fused",
-    direction="backward",
-    unsupported=lambda call: (
-        _unsupported_if_repeated(call)
-        or _hopper("conditions").fused_unsupported(call.problem, call.out, call.dout)
-        or _unsupported_gradients(call)
-    ),
-    tile=lambda call: _hopper("conditions").fused_tile(call.problem),
+    unsupported=_unsupported_by("hopper.conditions.fused_unsupported", _unsupported_if_repeated),
+    tile=lambda call: _kernels("hopper.conditions").fused_tile(call.problem),
     blocks=_blocks_of_fused,
-    run=lambda call, tile: _run_backward(_hopper("backward_fused").fused_backward, call, tile),
-    capabilities=frozenset((90,)),
-    fitted_tile=lambda call: _hopper("conditions").fitted_fused_tile(call.problem),
+    run=lambda call, tile: _run_backward(_kernels("hopper.backward_fused").fused_backward, call, tile),
+    capabilities=_SM_90,
+    fitted_tile=lambda call: _kernels("hopper.conditions").fitted_fused_tile(call.problem),
 )
 
-HOPPER_FUSED_192 = Family[Backward](
+HOPPER_FUSED_192 = BackwardFamily(
     name="sm_90 fused 192",
-    direction="backward",
-    unsupported=lambda call: (
-        _unsupported_if_repeated(call)
-        or _hopper("conditions").fused_192_unsupported(call.problem, call.out, call.dout)
-        or _unsupported_gradients(call)
-    ),
-    tile=lambda call: _hopper("conditions").fused_192_tile(call.problem),
+    unsupported=_unsupported_by("hopper.conditions.fused_192_unsupported", _unsupported_if_repeated),
+    tile=lambda call: _kernels("hopper.conditions").fused_192_tile(call.problem),
     blocks=_blocks_of_fused,
-    run=lambda call, tile: _run_backward(_hopper("backward_fused_192").fused_192_backward, call, tile),
-    capabilities=frozenset((90,)),
+    run=lambda call, tile: _run_backward(_kernels("hopper.backward_fused_192").fused_192_backward, call, tile),
+    capabilities=_SM_90,
 )
 
-BLACKWELL_FUSED = Family[Backward](
+BLACKWELL_FUSED = BackwardFamily(
     name="sm_100 fused",
-    direction="backward",
-    unsupported=lambda call: (
-        _unsupported_if_repeated(call)
-        or _unsupported_in_fp32(call)
-        or _blackwell("conditions").backward_unsupported(call.problem, call.out, call.dout)
-        or _unsupported_gradients(call)
-    ),
-    tile=lambda call: _blackwell("conditions").backward_tile(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _run_backward(_blackwell("backward").blackwell_backward, call, tile),
-    capabilities=frozenset((100,)),
+    unsupported=_unsupported_by("blackwell.conditions.backward_unsupported", _unsupported_if_repeated, _unsupported_in_fp32),
+    tile=lambda call: _kernels("blackwell.conditions").backward_tile(call.problem),
+    run=lambda call, tile: _run_backward(_kernels("blackwell.backward").blackwell_backward, call, tile),
+    capabilities=_SM_100,
     has_run=False,
 )
 
-MMA_FUSED = Family[Backward](
+MMA_FUSED = BackwardFamily(
     name="mma.sync fused",
-    direction="backward",
-    unsupported=lambda call: _mma("conditions").backward_unsupported(call),
-    tile=lambda call: _mma("tiles").backward_tile(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
-    capabilities=frozenset((80, 86, 89, 120)),
+    unsupported=lambda call: _kernels("mma.conditions").backward_unsupported(call),
+    tile=lambda call: _kernels("mma.tiles").backward_tile(call.problem),
+    run=lambda call, tile: _run_backward(_kernels("mma.backward").mma_backward, call, tile),
+    capabilities=_MMA_SYNC,
 )
 
-MMA_TWO_KERNELS = Family[Backward](
+MMA_TWO_KERNELS = BackwardFamily(
     name="mma.sync two-kernel",
-    direction="backward",
-    unsupported=lambda call: _mma("conditions").two_kernels_unsupported(call),
-    tile=lambda call: (_mma("tiles").dq_tile(call.problem), _mma("tiles").backward_tile(call.problem)),
+    unsupported=lambda call: _kernels("mma.conditions").two_kernels_unsupported(call),
+    tile=lambda call: (_kernels("mma.tiles").dq_tile(call.problem), _kernels("mma.tiles").backward_tile(call.problem)),
     blocks=lambda tiles: (
         f"dq {_blocks(tiles[0].block_m, tiles[0].block_n)}, dk and dv {_blocks(tiles[1].block_m, tiles[1].block_n)}"
     ),
-    run=lambda call, tiles: _run_backward(_mma("backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
-    capabilities=frozenset((80, 86, 89, 120)),
+    run=lambda call, tiles: _run_backward(_kernels("mma.backward_dq").mma_two_kernel_backward, _with_key_lists(call), tiles),
+    capabilities=_MMA_SYNC,
 )
 
-HOPPER_TWO_KERNELS = Family[Backward](
+HOPPER_TWO_KERNELS = BackwardFamily(
     name="sm_90 two-kernel",
-    direction="backward",
-    unsupported=lambda call: (
-        _hopper("conditions").backward_unsupported(call.problem, call.out, call.dout) or _unsupported_gradients(call)
-    ),
-    tile=lambda call: _hopper("conditions").backward_tile(call.problem),
+    unsupported=_unsupported_by("hopper.conditions.backward_unsupported"),
+    tile=lambda call: _kernels("hopper.conditions").backward_tile(call.problem),
     blocks=_blocks_of_two_kernels,
-    run=lambda call, tile: _run_backward(_hopper("backward").hopper_backward, _with_key_lists(call), tile),
-    capabilities=frozenset((90,)),
+    run=lambda call, tile: _run_backward(_kernels("hopper.backward").hopper_backward, _with_key_lists(call), tile),
+    capabilities=_SM_90,
 )
 
-HOPPER_WIDE_BACKWARD = Family[Backward](
+HOPPER_WIDE_BACKWARD = BackwardFamily(
     name="sm_90 wide two-kernel",
-    direction="backward",
-    unsupported=lambda call: (
-        _hopper("conditions").wide_backward_unsupported(call.problem, call.out, call.dout) or _unsupported_gradients(call)
-    ),
-    tile=lambda call: _hopper("conditions").HOPPER_BACKWARD_WIDE,
+    unsupported=_unsupported_by("hopper.conditions.wide_backward_unsupported"),
+    tile=lambda call: _kernels("hopper.conditions").HOPPER_BACKWARD_WIDE,
     blocks=_blocks_of_two_kernels,
-    run=lambda call, tile: _run_backward(_hopper("backward_wide").wide_backward, _with_key_lists(call), tile),
-    capabilities=frozenset((90,)),
+    run=lambda call, tile: _run_backward(_kernels("hopper.backward_wide").wide_backward, _with_key_lists(call), tile),
+    capabilities=_SM_90,
 )
 
-HOPPER_FP8_FUSED = Family[Backward](
+HOPPER_FP8_FUSED = BackwardFamily(
     name="sm_90 FP8 fused",
-    direction="backward",
-    unsupported=lambda call: (
-        _unsupported_in_fp8(call)
-        or _unsupported_if_repeated(call)
-        or _hopper("fp8_backward_fused").unsupported(call.problem, call.out, call.dout)
-        or _unsupported_gradients(call)
-    ),
-    tile=lambda call: _hopper("fp8_backward_fused").tile_of(call.problem),
+    unsupported=_unsupported_by("hopper.fp8_backward_fused.unsupported", _unsupported_in_fp8, _unsupported_if_repeated),
+    tile=lambda call: _kernels("hopper.fp8_backward_fused").tile_of(call.problem),
     blocks=_blocks_of_fused,
-    run=lambda call, tile: _run_backward(_hopper("fp8_backward_fused").fp8_fused_backward, call, tile),
+    run=lambda call, tile: _run_backward(_kernels("hopper.fp8_backward_fused").fp8_fused_backward, call, tile),
     rules="sm_90 fused",  # faster if the 16-bit kernel is, because that one needs a dequantisation first
-    capabilities=frozenset((90,)),
+    capabilities=_SM_90,
+    needs_diagonal=True,
 )
 
-HOPPER_FP8_TWO_KERNELS = Family[Backward](
+HOPPER_FP8_TWO_KERNELS = BackwardFamily(
     name="sm_90 FP8 two-kernel",
-    direction="backward",
-    unsupported=lambda call: (
-        _unsupported_in_fp8(call)
-        or _hopper("fp8_backward").unsupported(call.problem, call.out, call.dout)
-        or _unsupported_gradients(call)
-    ),
-    tile=lambda call: _hopper("fp8_backward").tile_of(call.problem),
+    unsupported=_unsupported_by("hopper.fp8_backward.unsupported", _unsupported_in_fp8),
+    tile=lambda call: _kernels("hopper.fp8_backward").tile_of(call.problem),
     blocks=_blocks_of_two_kernels,
-    run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
+    run=lambda call, tile: _run_backward(_kernels("hopper.fp8_backward").fp8_backward, _with_key_lists(call), tile),
     rules="sm_90 two-kernel",
-    capabilities=frozenset((90,)),
+    capabilities=_SM_90,
+    needs_diagonal=True,
 )
 
 
@@ -538,47 +461,42 @@ def _heads_and_keys(tile: Tile) -> str:
     return f"{tile.block_m} heads x {tile.block_n} keys"
 
 
-SPARSE_FORWARD = Family[Forward](
+SPARSE_FORWARD = ForwardFamily(
     name="sparse",
-    direction="forward",
-    unsupported=_never,
-    tile=lambda call: _sparse("tiles").forward_tile(call.problem),
+    unsupported=lambda call: None,
+    tile=lambda call: _kernels("sparse.tiles").forward_tile(call.problem),
     blocks=_heads_and_keys,
-    run=lambda call, tile: _sparse("forward").sparse_forward(call.problem, call.out, call.lse, tile),
-    splits=lambda call, tile: _sparse("forward").num_splits(call.problem, tile),
+    run=lambda call, tile: _kernels("sparse.forward").sparse_forward(call.problem, call.out, call.lse, tile),
+    splits=lambda call, tile: _kernels("sparse.forward").num_splits(call.problem, tile),
 )
 
 
-HOPPER_SPARSE_LATENT = Family[Forward](
+HOPPER_SPARSE_LATENT = ForwardFamily(
     name="sm_90 sparse latent",
-    direction="forward",
-    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").wide_unsupported(call.problem),
-    tile=lambda call: _sparse("conditions").wide_tile(call.problem),
+    unsupported=lambda call: _unsupported_out(call) or _kernels("sparse.conditions").wide_unsupported(call.problem),
+    tile=lambda call: _kernels("sparse.conditions").wide_tile(call.problem),
     blocks=_heads_and_keys,
-    run=lambda call, tile: _sparse("hopper_wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
-    capabilities=frozenset((90,)),
+    run=lambda call, tile: _kernels("sparse.hopper_wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
+    capabilities=_SM_90,
 )
 
 
-HOPPER_SPARSE = Family[Forward](
+HOPPER_SPARSE = ForwardFamily(
     name="sm_90 sparse",
-    direction="forward",
-    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").narrow_unsupported(call.problem),
-    tile=lambda call: _sparse("conditions").narrow_tile(call.problem),
+    unsupported=lambda call: _unsupported_out(call) or _kernels("sparse.conditions").narrow_unsupported(call.problem),
+    tile=lambda call: _kernels("sparse.conditions").narrow_tile(call.problem),
     blocks=_heads_and_keys,
-    run=lambda call, tile: _sparse("hopper_forward").narrow_forward(call.problem, call.out, call.lse, tile),
-    capabilities=frozenset((90,)),
+    run=lambda call, tile: _kernels("sparse.hopper_forward").narrow_forward(call.problem, call.out, call.lse, tile),
+    capabilities=_SM_90,
     has_run=False,  # it ran, and was slower than the portable kernels
 )
 
 
-SPARSE_BLOCK_FORWARD = Family[Forward](
+SPARSE_BLOCK_FORWARD = ForwardFamily(
     name="sparse by block",
-    direction="forward",
-    unsupported=lambda call: _unsupported_out(call) or _sparse("conditions").block_unsupported(call.problem),
-    tile=lambda call: _sparse("tiles").block_forward_tile(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _sparse("block_forward").block_forward(call.problem, call.out, call.lse, tile),
+    unsupported=lambda call: _unsupported_out(call) or _kernels("sparse.conditions").block_unsupported(call.problem),
+    tile=lambda call: _kernels("sparse.tiles").block_forward_tile(call.problem),
+    run=lambda call, tile: _kernels("sparse.block_forward").block_forward(call.problem, call.out, call.lse, tile),
 )
 
 
@@ -586,23 +504,20 @@ SPARSE_FORWARDS: tuple[Family[Forward], ...] = (HOPPER_SPARSE_LATENT, SPARSE_BLO
 """Families for lists of keys, in the order of the choice."""
 
 
-SPARSE_BACKWARD = Family[Backward](
+SPARSE_BACKWARD = BackwardFamily(
     name="sparse",
-    direction="backward",
-    unsupported=_never,
-    tile=lambda call: _sparse("tiles").backward_tile(call.problem),
+    unsupported=lambda call: None,
+    tile=lambda call: _kernels("sparse.tiles").backward_tile(call.problem),
     blocks=_heads_and_keys,
-    run=lambda call, tile: _sparse("backward").sparse_backward(call, tile),
+    run=lambda call, tile: _kernels("sparse.backward").sparse_backward(call, tile),
 )
 
 
-SPARSE_BLOCK_BACKWARD = Family[Backward](
+SPARSE_BLOCK_BACKWARD = BackwardFamily(
     name="sparse by block",
-    direction="backward",
-    unsupported=lambda call: _sparse("conditions").block_unsupported(call.problem),
-    tile=lambda call: _sparse("tiles").block_backward_tile(call.problem),
-    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _sparse("block_backward").block_backward(call, tile),
+    unsupported=lambda call: _kernels("sparse.conditions").block_unsupported(call.problem),
+    tile=lambda call: _kernels("sparse.tiles").block_backward_tile(call.problem),
+    run=lambda call, tile: _kernels("sparse.block_backward").block_backward(call, tile),
 )
 
 
@@ -615,12 +530,12 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
     def evaluate(question: Callable[[Backward], object], call: Backward) -> Any:
         """Calls a family's function with the 16-bit call, on meta tensors."""
         x = call.problem
-        problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")
+        problem, dout = _kernels("hopper.fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")
         with pretended_device(capability_of(x.device), num_processors(x.device), has_large_l2=has_large_l2(x.device)):
             return question(call._replace(problem=problem, dout=dout))
 
     def run(call: Backward, tile: Any) -> None:
-        kernels = _hopper("fp8_backward_operands")
+        kernels = _kernels("hopper.fp8_backward_operands")
         problem, dout = kernels.in_16_bits(call.problem, call.dout, call.out.dtype)
         kernels.fill_16_bits(call.problem, call.dout, problem, dout)
         family.run(call._replace(problem=problem, dout=dout), tile)
@@ -634,6 +549,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
         facts=lambda call: evaluate(family.facts, call),
         rules=family.rules or family.name,
         run=run,
+        needs_diagonal=True,
     )
 
 
