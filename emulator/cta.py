@@ -10,25 +10,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper_mbarrier
 
+from flexattn.emulator import rules
 from flexattn.emulator.asynchronous import Accumulator, AsyncCopy, Commit, Product, TmaLoad, TmaStore, Wgmma
 from flexattn.emulator.barriers import MBarrier, NamedBarrier
 from flexattn.emulator.dtypes import Array, DType, Layout, poison
 from flexattn.emulator.memory import REDUCED, Descriptor, GlobalBuffer, writer_number
 from flexattn.emulator.ordering import Access, Actor
 from flexattn.emulator.report import Finding, GluonError, Report, current_site, show
-from flexattn.emulator.rules import (
-    NAMED_BARRIERS,
-    RESERVED_BARRIERS,
-    SHARED_MEMORY_BYTES,
-    TENSOR_MEMORY_COLUMNS,
-    allocated_bytes,
-    check_product,
-    check_tensor_access,
-    check_tma,
-    check_warps,
-    check_wgmma,
-    split_registers,
-)
 from flexattn.emulator.scheduler import Scheduler
 from flexattn.emulator.shared import Allocation, SharedView
 from flexattn.emulator.tensor import TensorAllocation, TensorView
@@ -77,7 +65,7 @@ class Cta(Scheduler):
             if any(isinstance(argument, Tensor) for argument in arguments):
                 raise GluonError(f"the worker {function.__name__} gets a tensor; accepted: scalars, pointers, shared memory")
         parent = self.current
-        self.report.registers, wrong = split_registers(parent.warps, warps, registers)
+        self.report.registers, wrong = rules.split_registers(parent.warps, warps, registers)
         if wrong is not None:
             self.find("register-budget", wrong)
         names = [function.__name__ for function, _ in functions]
@@ -117,16 +105,18 @@ class Cta(Scheduler):
     # Shared memory
 
     def check_layout(self, layout: Layout) -> None:
-        check_warps(layout, self.current.warps, self.current.name)
+        rules.check_warps(layout, self.current.warps, self.current.name)
 
     def allocate(self, dtype: DType, shape: list[int], layout: Layout, value: Tensor | None) -> SharedView:
         name = _assigned_name() or f"shared{len(self._allocations)}"
         allocation = Allocation(name, dtype, shape, isinstance(layout, hopper_mbarrier.MBarrierLayout))
         self._allocations.append(allocation)
-        self._shared_bytes += allocated_bytes(allocation.nbytes, allocation.is_barrier)
+        self._shared_bytes += rules.allocated_bytes(allocation.nbytes, allocation.is_barrier)
         self.report.shared_bytes = max(self.report.shared_bytes, self._shared_bytes)
-        if self._shared_bytes > SHARED_MEMORY_BYTES:
-            self.find("smem-limit", f"with {name} the program has {self._shared_bytes} bytes, and sm_90 has {SHARED_MEMORY_BYTES}")
+        if self._shared_bytes > rules.SHARED_MEMORY_BYTES:
+            self.find(
+                "smem-limit", f"with {name} the program has {self._shared_bytes} bytes, and sm_90 has {rules.SHARED_MEMORY_BYTES}"
+            )
         view = SharedView.whole(allocation, dtype, layout)
         if value is not None:
             self.shared_store(view, value)
@@ -244,13 +234,13 @@ class Cta(Scheduler):
         """Executes bar.sync or bar.arrive, `times` in every thread of the partition."""
         self.step()
         partition = self.current
-        reserved = RESERVED_BARRIERS + max(0, len(self.partitions) - 2)
+        reserved = rules.RESERVED_BARRIERS + max(0, len(self.partitions) - 2)
         name = f"bar.{kind} {number}, {count}"
-        if not reserved <= number < NAMED_BARRIERS:
+        if not reserved <= number < rules.NAMED_BARRIERS:
             self.find(
                 "named-barrier",
-                f"{name}: free are {reserved} to {NAMED_BARRIERS - 1}; Triton uses 0 for the default partition, 1 for all warps, "
-                "and 2 on for workers",
+                f"{name}: free are {reserved} to {rules.NAMED_BARRIERS - 1}; Triton uses 0 for the default partition, 1 for all "
+                "warps, and 2 on for workers",
             )
         barrier = self._named_barriers.setdefault(number, NamedBarrier(number, count))
         if barrier.count != count:
@@ -300,7 +290,7 @@ class Cta(Scheduler):
         self.current.knowledge.reach(stores.actor, stores.waited)
 
     def _check_tma(self, descriptor: Descriptor, coord: Sequence[int], view: SharedView, what: str) -> None:
-        check_tma(descriptor, coord, view, what)
+        rules.check_tma(descriptor, coord, view, what)
         if descriptor.lies_outside(coord):
             self.find("tma-out-of-bounds", f"{what} at {list(coord)}, wholly outside the tensor {descriptor.shape}")
         elif overrun := descriptor.overrun(coord):
@@ -341,7 +331,7 @@ class Cta(Scheduler):
     ) -> Operand:
         self.step()
         partition, queue = self.current, self.current.wgmmas
-        check_wgmma(a, b, accumulator, partition.warps)
+        rules.check_wgmma(a, b, accumulator, partition.warps)
         self.check_layout(accumulator.layout)
         queue.issued += 1
         misses = False
@@ -395,9 +385,9 @@ class Cta(Scheduler):
         allocation = TensorAllocation(_assigned_name() or "tensor", dtype, shape, layout)
         self._tensor_columns += allocation.columns
         self.report.tensor_columns = max(self.report.tensor_columns, self._tensor_columns)
-        if self._tensor_columns > TENSOR_MEMORY_COLUMNS:
+        if self._tensor_columns > rules.TENSOR_MEMORY_COLUMNS:
             message = f"with {allocation.name} the program has {self._tensor_columns} columns of tensor memory"
-            self.find("tmem-limit", f"{message}, and sm_100 has {TENSOR_MEMORY_COLUMNS}")
+            self.find("tmem-limit", f"{message}, and sm_100 has {rules.TENSOR_MEMORY_COLUMNS}")
         view = TensorView.whole(allocation, dtype, shape, layout)
         if value is not None:
             self.tensor_store(view, value, True)
@@ -407,7 +397,7 @@ class Cta(Scheduler):
         """Executes tcgen05.ld and its wait. Triton compiles a load to both."""
         self.step()
         partition = self.current
-        check_tensor_access(view, layout, partition.warps, "a load")
+        rules.check_tensor_access(view, layout, partition.warps, "a load")
         self._access_tensor(view, "load", partition.actor, partition.time, write=False)
         if not view.is_written:
             self.find("uninitialised-read", f"a load of {view!r}, part of which nothing wrote")
@@ -419,7 +409,7 @@ class Cta(Scheduler):
         if not isinstance(value, Tensor) or value.shape != view.shape or value.dtype.name != view.dtype.name:
             raise GluonError(f"store of {value!r} to {view!r}, which is {view.dtype.name}{view.shape}")
         partition = self.current
-        check_tensor_access(view, value.layout, partition.warps, "a store")
+        rules.check_tensor_access(view, value.layout, partition.warps, "a store")
         if predicate:
             self._access_tensor(view, "store", partition.actor, partition.time, write=True)
             view.write(value.data)
@@ -436,7 +426,7 @@ class Cta(Scheduler):
 
     def tcgen05_mma(self, a: SharedView | TensorView, b: SharedView, accumulator: TensorView, use_accumulator: Operand) -> None:
         self.step()
-        check_product(a, b, accumulator)
+        rules.check_product(a, b, accumulator)
         queue, adds, misses = self.current.products, bool(use_accumulator), False
         queue.issued += 1
         for operand in (a, b):

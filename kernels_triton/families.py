@@ -18,7 +18,7 @@ from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS, Facts, Rul
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
-from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, HOPPER_BACKWARD_WIDE, ONE_GRID
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
@@ -47,7 +47,7 @@ class Family(Generic[Call]):
     unsupported: Callable[[Call], str | None]  # the reason if they cannot run a call; None: they can
     tile: Callable[[Call], Any]  # the committed tile
     run: Callable[[Call, Any], None]  # launches them with a tile
-    blocks: Callable[[Any], str] = lambda tile: _blocks(tile.block_m, tile.block_n)  # of a program's iteration, for a tile
+    blocks: Callable[[Any], str] = lambda tile: _blocks(tile.block_m, tile.block_n)  # queries and keys of an iteration
     splits: Callable[[Call, Any], Splits] | None = None  # number of KV splits for few queries; None: always one
     facts: Callable[[Call], Facts] = lambda call: facts_of(call.problem)  # the columns of a call in `crossovers`
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
@@ -428,7 +428,7 @@ HOPPER_TWO_KERNELS = BackwardFamily(
 HOPPER_WIDE_BACKWARD = BackwardFamily(
     name="sm_90 wide two-kernel",
     unsupported=_unsupported_by("hopper.conditions.wide_backward_unsupported"),
-    tile=lambda call: _kernels("hopper.conditions").HOPPER_BACKWARD_WIDE,
+    tile=lambda call: HOPPER_BACKWARD_WIDE,
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_kernels("hopper.backward_wide").wide_backward, _with_key_lists(call), tile),
     capabilities=_SM_90,

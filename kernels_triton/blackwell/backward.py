@@ -9,17 +9,9 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 
+from flexattn.kernels_triton.blackwell import backward_pipeline
 from flexattn.kernels_triton.blackwell.backward_consumer import compute_partition
 from flexattn.kernels_triton.blackwell.backward_dq import add_dq
-from flexattn.kernels_triton.blackwell.backward_pipeline import (
-    CONSUMERS,
-    DQ_COLUMNS,
-    DQ_STAGES,
-    BackwardMeta,
-    Buffers,
-    allocate_product_barriers,
-    ds_layout,
-)
 from flexattn.kernels_triton.blackwell.backward_products import product_partition
 from flexattn.kernels_triton.blackwell.conditions import backward_tile
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, allocate_backward_sums
@@ -51,22 +43,22 @@ def _attn_bwd_blackwell_kernel(args: FusedArguments, MODS: gl.constexpr, META: g
         v=allocate_tiles(1, descriptors.v),
         statistics=gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2 * BLOCK_M], descriptors.statistics.layout),
         factors=None,
-        ds=gl.allocate_shared_memory(DTYPE, [META.BLOCK_N, BLOCK_M], ds_layout(META.COLUMNS, DTYPE)),
-        dq=allocate_tiles(DQ_STAGES, descriptors.dq),
+        ds=gl.allocate_shared_memory(DTYPE, [META.BLOCK_N, BLOCK_M], backward_pipeline.ds_layout(META.COLUMNS, DTYPE)),
+        dq=allocate_tiles(backward_pipeline.DQ_STAGES, descriptors.dq),
     )
     barriers = FusedBarriers(
         q_full=allocate_barriers(Q_STAGES, 1),
         # released by the product that reads q, and by the consumers, which read the statistics
-        q_empty=allocate_barriers(Q_STAGES, 1 + CONSUMERS),
+        q_empty=allocate_barriers(Q_STAGES, 1 + backward_pipeline.CONSUMERS),
         dout_full=allocate_barriers(DOUT_STAGES, 1),
         dout_empty=allocate_barriers(DOUT_STAGES, 1),
         dq_full=allocate_barriers(1, 1),
         dq_empty=allocate_barriers(1, 1),
-        dkdv_full=allocate_barriers(1, CONSUMERS),
+        dkdv_full=allocate_barriers(1, backward_pipeline.CONSUMERS),
     )
-    products = allocate_product_barriers()
+    products = backward_pipeline.allocate_product_barriers()
     sums = allocate_backward_sums(META.BLOCK_M, META.DIM)
-    buffers = Buffers(tiles=tiles, barriers=barriers, sums=sums, products=products)
+    buffers = backward_pipeline.Buffers(tiles=tiles, barriers=barriers, sums=sums, products=products)
     block = key_block_of_program(args, META)
     gl.warp_specialize(
         [
@@ -85,7 +77,7 @@ def blackwell_backward(call: Backward, tile: BlackwellBackwardTile | None = None
     """Launches the backward of a call that `backward_unsupported` does not reject; the last bits of dq differ from run to run."""
     x = call.problem
     tile = tile or backward_tile(x)
-    meta = BackwardMeta(
+    meta = backward_pipeline.BackwardMeta(
         **x.features._asdict(),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -94,13 +86,13 @@ def blackwell_backward(call: Backward, tile: BlackwellBackwardTile | None = None
         COLUMNS=tile.columns,
         Q_STAGES=tile.q_stages,
         DOUT_STAGES=tile.dout_stages,
-        DQ_PARTS=cdiv(x.q.shape[-1], DQ_COLUMNS.value),
+        DQ_PARTS=cdiv(x.q.shape[-1], backward_pipeline.DQ_COLUMNS.value),
         DOUT_APART=True,
         NUMBERS=0,  # a program has one key block
         K_STAGES=1,
         V_STAGES=1,
         CONVERTED=0,
     )
-    ready = launch_of_fused(call, meta, tile.block_n, (LANES.value, DQ_COLUMNS.value))
+    ready = launch_of_fused(call, meta, tile.block_n, (LANES.value, backward_pipeline.DQ_COLUMNS.value))
     launch(_attn_bwd_blackwell_kernel, ready.programs, x.device, ready.tile, ready.arguments)
     finish_fused(call, ready)

@@ -14,13 +14,7 @@ from flexattn.kernels_triton.common.tiles import (
     BlackwellBackwardTile,
     BlackwellTile,
 )
-from flexattn.kernels_triton.gluon.conditions import (
-    backward_unsupported_block_mask,
-    unsupported_block_mask,
-    unsupported_operands,
-    unsupported_pages,
-    unsupported_statistics,
-)
+from flexattn.kernels_triton.gluon import conditions
 from flexattn.kernels_triton.gluon.descriptors import descriptor_error
 from flexattn.kernels_triton.runtime.device import capability_of
 
@@ -46,9 +40,9 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
         return f"it takes head dims up to {widest.head_dim_qk} of q and k, and up to {widest.head_dim_v} of v"
     tile = forward_tile(x)
     return (
-        unsupported_operands(x, out)
-        or unsupported_block_mask(x, (tile.block_m, tile.block_n))
-        or unsupported_pages(x, tile.block_n)
+        conditions.unsupported_operands(x, out)
+        or conditions.unsupported_block_mask(x, (tile.block_m, tile.block_n))
+        or conditions.unsupported_pages(x, tile.block_n)
     )
 
 
@@ -70,6 +64,6 @@ def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | N
         return f"it takes head dims up to {widest.head_dim}"
     if x.dropout_p > 0:
         return "it does not draw dropout"
-    if error := unsupported_operands(x, out) or descriptor_error("dout", dout) or unsupported_statistics(x):
+    if error := conditions.unsupported_operands(x, out) or descriptor_error("dout", dout) or conditions.unsupported_statistics(x):
         return error
-    return backward_unsupported_block_mask(x, widest.block_n, widest.block_m, widest.block_n)
+    return conditions.backward_unsupported_block_mask(x, widest.block_n, widest.block_m, widest.block_n)

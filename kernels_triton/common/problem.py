@@ -11,37 +11,9 @@ import torch
 from torch import Tensor
 
 from flexattn.compat import storage_of
-from flexattn.kernels_triton.common.arguments import (
-    Alibi,
-    Band,
-    Bias,
-    BlockKinds,
-    BlockMaskLists,
-    Dropout,
-    Inputs,
-    Lengths,
-    Pages,
-    Rows,
-    Scale,
-    Scales,
-    Scores,
-)
+from flexattn.kernels_triton.common import arguments, tiles
 from flexattn.kernels_triton.common.crossovers import SPLIT_MOST, SPLIT_PIECE
 from flexattn.kernels_triton.common.features import Features, with_features
-from flexattn.kernels_triton.common.tiles import (
-    FEW,
-    FORWARD,
-    LATENT,
-    SHORT,
-    SMALL_MEMORY,
-    Loaded,
-    Table,
-    cdiv,
-    row_of,
-    select_tile,
-    slots_of_heads,
-    split_head_dim,
-)
 from flexattn.kernels_triton.runtime.call_numbers import LARGE_SOFTCAP
 from flexattn.kernels_triton.runtime.device import Tile, capability_of
 
@@ -104,13 +76,13 @@ class BlockLists(NamedTuple):
         assert counts is not None
         return counts.shape[1]
 
-    def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists:
+    def lists(self, blocks: Literal["kv", "q"]) -> arguments.BlockMaskLists:
         """The lists of key blocks, one for each query block ("kv"), or the lists of query blocks, one for each key block ("q")."""
         counts, indices, full_counts, full_indices = self[:4] if blocks == "kv" else self[4:8]
         assert counts is not None
         assert indices is not None
         stride_b, stride_h = _list_strides(counts)
-        return BlockMaskLists(
+        return arguments.BlockMaskLists(
             counts_ptr=counts,
             indices_ptr=indices,
             full_counts_ptr=full_counts,
@@ -120,14 +92,14 @@ class BlockLists(NamedTuple):
             length=indices.shape[-1],
         )
 
-    def in_order(self) -> BlockMaskLists:
+    def in_order(self) -> arguments.BlockMaskLists:
         """The key blocks that each query block sees, full or not, in one ascending list, with 1 for each full one beside it."""
         kinds = self.kinds()
         blocks = torch.arange(kinds.shape[-1], dtype=torch.int32, device=kinds.device)
         blocks, order = torch.where(kinds > 0, blocks, kinds.shape[-1]).sort(dim=-1)
         counts = (kinds > 0).sum(-1, dtype=torch.int32)
         stride_b, stride_h = _list_strides(counts)
-        return BlockMaskLists(
+        return arguments.BlockMaskLists(
             counts_ptr=counts,
             indices_ptr=blocks,
             full_counts_ptr=counts,
@@ -291,7 +263,7 @@ class Problem:
         if not self.is_batch_invariant:
             return 0
         piece = SPLIT_PIECE
-        while cdiv(self.longest_kv, piece) > SPLIT_MOST:
+        while tiles.cdiv(self.longest_kv, piece) > SPLIT_MOST:
             piece *= 2
         return piece
 
@@ -313,18 +285,18 @@ class Problem:
         return self.bias is not None or self.dropout_p > 0 or reads_tiles or bool(self.descales_kv)
 
     @property
-    def loaded(self) -> Loaded | None:
+    def loaded(self) -> tiles.Loaded | None:
         """The numbers that are loaded beside the scores; None if there are none (`is_loaded`)."""
         if not self.is_loaded:
             return None
         is_scored = self.softcap > 0 or self.alibi_slopes is not None or (self.mods is not None and self.mods.score is not None)
         is_bias_alone = not (is_scored or self.dropout_p > 0 or self.is_fp8 or self.descales_kv or self.is_batch_invariant)
         if self.bias is None or not is_bias_alone:
-            return Loaded()
+            return tiles.Loaded()
         if self.window_left is not None or self.window_right is not None:
-            return Loaded(has_band=True)
+            return tiles.Loaded(has_band=True)
         has_mask = self.mods is not None or self.block_mask is not None
-        return Loaded(has_mask=True) if has_mask else Loaded(bias_align=_bias_alignment(self.bias))
+        return tiles.Loaded(has_mask=True) if has_mask else tiles.Loaded(bias_align=_bias_alignment(self.bias))
 
     @property
     def is_modified(self) -> bool:
@@ -392,7 +364,7 @@ class Problem:
         """
         if self.bias is None or self.page_table is not None:
             return False
-        if self.loaded == Loaded(bias_align=_bias_alignment(self.bias)) and self._is_one_part and self.head_dims >= 128:
+        if self.loaded == tiles.Loaded(bias_align=_bias_alignment(self.bias)) and self._is_one_part and self.head_dims >= 128:
             return False
         *_, stride_m, stride_n = _strides(self.bias, 4)
         extents = [x.shape[-3] * abs(x.stride(-3)) for x in (self.k, self.v)]
@@ -415,7 +387,7 @@ class Problem:
 
     def _parts(self, x: Tensor) -> tuple[int, int]:
         # an FP8 matrix instruction multiplies 32 columns at a time
-        first, second = split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
+        first, second = tiles.split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
         # Keys and values that are converted are in no pipeline, and ptxas miscompiles such tiles in two parts (`sass_registers`).
         return (2 * first, 0) if second and self.descales_kv else (first, second)
 
@@ -423,13 +395,13 @@ class Problem:
     def _is_one_part(self) -> bool:
         return not (self._parts(self.q)[1] or self._parts(self.v)[1])
 
-    def tile(self, table: Table, capability: int | None = None) -> Tile:
+    def tile(self, table: tiles.Table, capability: int | None = None) -> Tile:
         """Returns the committed tile for this problem, for its own device or for one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
-        head_dims = LATENT if table is FORWARD and self.is_latent and not self.is_batch_invariant else self.head_dims
-        row = row_of(table, capability, self.q.element_size(), head_dims)
+        head_dims = tiles.LATENT if table is tiles.FORWARD and self.is_latent and not self.is_batch_invariant else self.head_dims
+        row = tiles.row_of(table, capability, self.q.element_size(), head_dims)
         own = row.few if self._has_few_queries else row.blocks if self._has_small_blocks else None
-        tile = own or select_tile(
+        tile = own or tiles.select_tile(
             table,
             capability,
             self.q.element_size(),
@@ -437,9 +409,9 @@ class Problem:
             is_whole=self._is_one_part,
             loaded=self.loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
-            length=SHORT + 1 if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
+            length=tiles.SHORT + 1 if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
         )
-        if self.alibi_slopes is not None and table is not FORWARD and capability in SMALL_MEMORY:
+        if self.alibi_slopes is not None and table is not tiles.FORWARD and capability in tiles.SMALL_MEMORY:
             tile = _cut(tile, 64, 64)
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
@@ -455,7 +427,11 @@ class Problem:
 
     @property
     def _has_few_queries(self) -> bool:
-        return not self.is_loaded and not self.is_batch_invariant and self.longest_q * slots_of_heads(self.group_size) <= FEW
+        return (
+            not self.is_loaded
+            and not self.is_batch_invariant
+            and self.longest_q * tiles.slots_of_heads(self.group_size) <= tiles.FEW
+        )
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """Returns the constants of a kernel with this tile that also accesses the tensors `others`."""
@@ -534,8 +510,8 @@ class Problem:
         return any(descale.shape[2] > 1 for descale in self.descales)
 
     @property
-    def lengths_q(self) -> Lengths:
-        return Lengths(
+    def lengths_q(self) -> arguments.Lengths:
+        return arguments.Lengths(
             cu_seqlens_ptr=self.cu_seqlens_q,
             cu_seqlens_padded_ptr=self.cu_seqlens_q_padded,
             seqused_ptr=self.seqused_q,
@@ -545,8 +521,8 @@ class Problem:
         )
 
     @property
-    def lengths_kv(self) -> Lengths:
-        return Lengths(
+    def lengths_kv(self) -> arguments.Lengths:
+        return arguments.Lengths(
             cu_seqlens_ptr=self.cu_seqlens_kv,
             cu_seqlens_padded_ptr=self.cu_seqlens_kv_padded,
             seqused_ptr=self.seqused_kv,
@@ -556,21 +532,21 @@ class Problem:
         )
 
     @property
-    def pages(self) -> Pages | None:
+    def pages(self) -> arguments.Pages | None:
         """The page table of k and v; None if they are not in pages."""
         table = self.page_table
         if table is None:
             return None
-        return Pages(table_ptr=table, stride=table.stride(0), page_size=self.k.shape[1], num_pages=self.k.shape[0])
+        return arguments.Pages(table_ptr=table, stride=table.stride(0), page_size=self.k.shape[1], num_pages=self.k.shape[0])
 
     @property
-    def band(self) -> Band:
+    def band(self) -> arguments.Band:
         left, right = self.window
-        return Band(left=left, right=right, bottom_right=int(self.bottom_right))
+        return arguments.Band(left=left, right=right, bottom_right=int(self.bottom_right))
 
     @property
-    def scores(self) -> Scores:
-        return Scores(
+    def scores(self) -> arguments.Scores:
+        return arguments.Scores(
             scale=float(self.softmax_scale),
             softcap=float(self.softcap),
             bias=bias_rows(self.bias, self.batch),
@@ -583,9 +559,9 @@ class Problem:
         return self.rng_state.shape[1] if self.dropout_p > 0 and self.rng_state is not None and self.rng_state.dim() == 2 else 0
 
     @property
-    def dropout(self) -> Dropout:
+    def dropout(self) -> arguments.Dropout:
         dropped = round(self.dropout_p * 2**16)  # dropped weights of every 2**16
-        return Dropout(
+        return arguments.Dropout(
             rng_state_ptr=self.rng_state,
             threshold=(dropped - 2**16 if dropped >= 2**15 else dropped) << 16,
             keep_scale=2**16 / (2**16 - dropped),
@@ -600,19 +576,19 @@ class Problem:
         return k, v
 
     @property
-    def scales(self) -> Scales | None:
+    def scales(self) -> arguments.Scales | None:
         """The descales of q, k, v and, for a backward, dout; None if nothing is FP8."""
         if self.descales_kv:
             k, v = (_scale(descale) for descale in self.descales_kv)
-            return Scales(q=k, k=k, v=v, dout=None)  # the kernel does not read q's
+            return arguments.Scales(q=k, k=k, v=v, dout=None)  # the kernel does not read q's
         if not self.descales:
             return None
         q, k, v, *dout = (_scale(descale) for descale in self.descales)
-        return Scales(q=q, k=k, v=v, dout=dout[0] if dout else None)
+        return arguments.Scales(q=q, k=k, v=v, dout=dout[0] if dout else None)
 
-    def inputs(self, meta: Meta) -> Inputs:
+    def inputs(self, meta: Meta) -> arguments.Inputs:
         """Returns the arguments that the kernels of the call share."""
-        return Inputs(
+        return arguments.Inputs(
             q=rows(self.q, meta),
             k=rows(self.k, meta),
             v=rows(self.v, meta),
@@ -628,17 +604,17 @@ class Problem:
             scales=self.scales,
         )
 
-    def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists | None:
+    def lists(self, blocks: Literal["kv", "q"]) -> arguments.BlockMaskLists | None:
         """Returns the block mask's lists of key blocks or of query blocks; None without a block mask."""
         return None if self.block_mask is None else self.block_mask.lists(blocks)
 
-    def kinds(self) -> BlockKinds | None:
+    def kinds(self) -> arguments.BlockKinds | None:
         """Returns the kinds of all blocks of the block mask; None without a block mask."""
         if self.block_mask is None:
             return None
         kinds = self.block_mask.kinds()
         stride_b, stride_h = _list_strides(kinds[..., 0])
-        return BlockKinds(ptr=kinds, stride_b=stride_b, stride_h=stride_h, length=kinds.shape[-1])
+        return arguments.BlockKinds(ptr=kinds, stride_b=stride_b, stride_h=stride_h, length=kinds.shape[-1])
 
 
 class Forward(NamedTuple):
@@ -688,10 +664,10 @@ class Aligned(Protocol):
     def ALIGN(self) -> int: ...
 
 
-def rows(x: Tensor, meta: Aligned) -> Rows:
+def rows(x: Tensor, meta: Aligned) -> arguments.Rows:
     """Returns a tensor with q's layout as an argument of a kernel that is compiled with `meta`."""
     stride_b, stride_s, stride_h = row_strides(x, meta)
-    return Rows(ptr=x, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h)
+    return arguments.Rows(ptr=x, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h)
 
 
 def _list_strides(counts: Tensor) -> tuple[int, int]:
@@ -700,25 +676,25 @@ def _list_strides(counts: Tensor) -> tuple[int, int]:
     return heads * lists if batch > 1 else 0, lists if heads > 1 else 0
 
 
-def bias_rows(bias: Tensor | None, batch: int) -> Bias:
+def bias_rows(bias: Tensor | None, batch: int) -> arguments.Bias:
     # Triton 3.6 has no tuples with None that are made in a kernel, and `Head` is one that contains these strides
     if bias is None:
-        return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0, group=None)
+        return arguments.Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0, group=None)
     stride_b, stride_h, stride_m, stride_n = _strides(bias, 4)
     group = None if bias.shape[0] in (1, batch) else batch // bias.shape[0]
-    return Bias(ptr=bias, stride_b=stride_b, stride_h=stride_h, stride_m=stride_m, stride_n=stride_n, group=group)
+    return arguments.Bias(ptr=bias, stride_b=stride_b, stride_h=stride_h, stride_m=stride_m, stride_n=stride_n, group=group)
 
 
-def _alibi(slopes: Tensor | None) -> Alibi | None:
-    return None if slopes is None else Alibi(ptr=slopes, stride_b=slopes.stride(0) if slopes.dim() == 2 else 0)
+def _alibi(slopes: Tensor | None) -> arguments.Alibi | None:
+    return None if slopes is None else arguments.Alibi(ptr=slopes, stride_b=slopes.stride(0) if slopes.dim() == 2 else 0)
 
 
-def _scale(descale: Tensor) -> Scale:
+def _scale(descale: Tensor) -> arguments.Scale:
     if descale.dim() == 4:
         stride_b, stride_block, stride_h = _strides(descale, 3)
     else:
         stride_b, stride_h, stride_block = _strides(descale, 3)
-    return Scale(ptr=descale, stride_block=stride_block, stride_b=stride_b, stride_h=stride_h)
+    return arguments.Scale(ptr=descale, stride_block=stride_block, stride_b=stride_b, stride_h=stride_h)
 
 
 def row_strides(x: Tensor, meta: Aligned) -> tuple[int, int, int]:

@@ -13,23 +13,9 @@ from flexattn.kernels_triton.common.heads import head_values, load_head, with_he
 from flexattn.kernels_triton.common.lse_rows import is_any_large, load_large, relative_to_lse
 from flexattn.kernels_triton.common.sequences import Sequence, sequence_of
 from flexattn.kernels_triton.common.statistics_tiles import statistics_tile
+from flexattn.kernels_triton.gluon import masking, query_walk
 from flexattn.kernels_triton.gluon.block_ranges import ListCut, blocks_of_keys, blocks_of_queries, cut_query_lists
-from flexattn.kernels_triton.gluon.masking import (
-    SequenceBand,
-    apply_mask_mod,
-    band_of_sequence,
-    hide_queries_past_the_end,
-    mask_queries_and_end,
-)
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.gluon.query_walk import (
-    QueryPlace,
-    first_queries,
-    heads_of_part,
-    next_queries,
-    num_parts,
-    turn_of_program,
-)
 from flexattn.kernels_triton.gluon.tile_scheduler import Work, backward_tile, take
 
 
@@ -50,7 +36,7 @@ class Block(NamedTuple):
     h_kv: gl.tensor
     part: int | gl.tensor  # for a key block, see `query_walk.num_parts`
     sequence: Sequence
-    band: SequenceBand
+    band: masking.SequenceBand
     large: Any  # result of `load_large`
     first_head: gl.tensor  # the batch element's first head in dropout's numbering
     num_blocks: int | gl.tensor  # blocks of one head
@@ -72,7 +58,7 @@ def query_block_of_program(args, META: gl.constexpr):
     m_block, h, b = backward_tile(gl.program_id(0), gl.num_programs(0), work, work.num_heads, True, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_q = sequence.len_q
-    band = band_of_sequence(args.band, len_q, sequence.len_kv)
+    band = masking.band_of_sequence(args.band, len_q, sequence.len_kv)
     first_row = gl.minimum(m_block * META.BLOCK_M, len_q)
     num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
     num_blocks = gl.where(first_row < len_q, num_blocks, 0)
@@ -135,14 +121,14 @@ def _unpack_key_block(numbers, META: gl.constexpr):
 def find_key_block(t, num_tiles, args, META: gl.constexpr):
     # Returns the message from which `key_block` makes work tile t of a kernel for dk and dv
     work = args.work
-    n_block, part, b = backward_tile(t, num_tiles, work, num_parts(work), False, META)
+    n_block, part, b = backward_tile(t, num_tiles, work, query_walk.num_parts(work), False, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_kv = sequence.len_kv
     first_row = gl.minimum(n_block * META.BLOCK_N, len_kv)
     cut = ()
     if META.BLOCK_SIZE_Q > 0:
-        band = band_of_sequence(args.band, sequence.len_q, len_kv)
-        cut = cut_query_lists(first_row, b, heads_of_part(part, work)[1], band, args.lists, META)
+        band = masking.band_of_sequence(args.band, sequence.len_q, len_kv)
+        cut = cut_query_lists(first_row, b, query_walk.heads_of_part(part, work)[1], band, args.lists, META)
     return _pack_key_block(KeyBlockMessage(first_row=first_row, part=part, b=b, sequence=sequence, cut=cut), META)
 
 
@@ -157,8 +143,8 @@ def key_block(numbers, args, META: gl.constexpr):
     else:
         sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_kv = sequence.len_kv
-    band = band_of_sequence(args.band, sequence.len_q, len_kv)
-    h_kv, h, heads = heads_of_part(part, work)
+    band = masking.band_of_sequence(args.band, sequence.len_q, len_kv)
+    h_kv, h, heads = query_walk.heads_of_part(part, work)
     num_blocks, block_range = blocks_of_queries(first_row, b, h, message.cut, band, args.lists, META)
     place_q = packed_start(args.lengths_q, b, sequence.start_q)
     return Block(
@@ -173,7 +159,7 @@ def key_block(numbers, args, META: gl.constexpr):
         large=_load_large(args, sequence, META),
         first_head=b * work.num_heads,
         num_blocks=gl.where(first_row < len_kv, num_blocks, 0),
-        turn=turn_of_program(first_row // META.BLOCK_N, part, b, args),
+        turn=query_walk.turn_of_program(first_row // META.BLOCK_N, part, b, args),
         block_range=block_range,
         first_statistics=statistics_tile(b, h, work.num_heads, place_q, args.tiles_of_statistics, META, META.BLOCK_M),
     )
@@ -221,14 +207,16 @@ class QueryHead(NamedTuple):
 def first_query_head(block: Block, work: Work, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
     bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, block.h, META)
     values = head_values(block.b, block.h, scores.captures, MODS, META)
-    first = first_queries(block, work)
+    first = query_walk.first_queries(block, work)
     return QueryHead(n=first.n, end=first.end, h=block.h, bias_ptr=bias_ptr, alibi_slope=alibi_slope), values
 
 
 @gluon.jit
 def next_query_block(position: QueryHead, values, block: Block, work: Work, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
     bias_ptr, alibi_slope = position.bias_ptr, position.alibi_slope
-    following = next_queries(QueryPlace(n=position.n, head=position.h - block.h, end=position.end), block, work)
+    following = query_walk.next_queries(
+        query_walk.QueryPlace(n=position.n, head=position.h - block.h, end=position.end), block, work
+    )
     h = block.h + following.head
     if h != position.h:
         bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, h, META)
@@ -271,18 +259,18 @@ def probabilities(s, factor, position: ScorePlace, statistics, head: Head, block
     len_q = block.sequence.len_q
     i, j = position.columns[None, :], position.rows[:, None]
     if position.is_cut | is_any_large(block.large, META):
-        s = mask_queries_and_end(s, position.rows, position.columns, block.band, META)
+        s = masking.mask_queries_and_end(s, position.rows, position.columns, block.band, META)
         if META.IS_UNBOUNDED:
             minus_lse_of_columns = statistics.load(COLUMNS)
             s = relative_to_lse(s, minus_lse_of_columns[None, :], block.large, block.b, head.h, i, len_q, META)
-    s = apply_mask_mod(s, i, j, position.is_full, head, MODS, META)
-    s = hide_queries_past_the_end(s, position.row, position.columns, len_q, MODS, META)
+    s = masking.apply_mask_mod(s, i, j, position.is_full, head, MODS, META)
+    s = masking.hide_queries_past_the_end(s, position.row, position.columns, len_q, MODS, META)
     minus_lse = statistics.load(COLUMNS)
     return gl.exp2(s * factor + minus_lse[None, :])
 
 
 @gluon.jit
-def last_key_seen_by_all(m_start, band: SequenceBand, META: gl.constexpr):
+def last_key_seen_by_all(m_start, band: masking.SequenceBand, META: gl.constexpr):
     # Key blocks that end past it need a mask for the queries from m_start on.
     last = band.len_kv
     if META.HAS_RIGHT:

@@ -9,20 +9,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.plan_pieces import entry_at, share_of_program
 from flexattn.kernels_triton.common.sequences import sequence_of
-from flexattn.kernels_triton.gluon import pipeline
+from flexattn.kernels_triton.gluon import forward_work, pipeline
 from flexattn.kernels_triton.gluon.block_ranges import cut_key_lists, key_block
 from flexattn.kernels_triton.gluon.descriptors import load_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
-from flexattn.kernels_triton.gluon.forward_work import (
-    blocks_of_tile,
-    message_of_tile,
-    num_tiles_of_programs,
-    pack_tile,
-    planned_tile,
-    tile_of_work,
-    unmasked_blocks,
-)
 from flexattn.kernels_triton.gluon.fp8_operands import BLOCK, first_descales, first_transposed_block
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.pages import KeyBlock, load_key_pages, load_value_pages, page_ids
@@ -43,7 +34,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     # A late draw keeps the counter's address in registers that the ids of pages need; its gain was measured without pages.
     DRAWS_EARLY: gl.constexpr = META.PAGE_ROWS > 0 and not IS_ALONE
     if not META.IS_PLANNED:
-        amount = num_tiles_of_programs(args, META)
+        amount = forward_work.num_tiles_of_programs(args, META)
     n_block = 0  # counts the blocks of all work tiles
     n_tile = 0
     t = gl.program_id(0)
@@ -55,25 +46,25 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         entry = entry_at(args.plan, t)
     while t < amount:
         if META.IS_PLANNED:
-            tile, entry = planned_tile(t, amount, entry, args, META)
+            tile, entry = forward_work.planned_tile(t, amount, entry, args, META)
             following = t + tile.split_end - tile.split
         else:
             if DRAWS_EARLY:
                 drawn = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed")
-            tile = tile_of_work(t, amount, args, META)
+            tile = forward_work.tile_of_work(t, amount, args, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         len_q, len_kv = sequence.len_q, sequence.len_kv
         band = band_of_sequence(args.band, len_q, len_kv)
         cut, unmasked, descales = (), (), ()
         if META.SENDS_LISTS:
             cut = cut_key_lists(tile.first_row, tile.b, tile.h, band, args.lists, META)
-        num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
+        num_blocks, block_range = forward_work.blocks_of_tile(tile, cut, band, args, META)
         if META.SENDS_LISTS:
-            unmasked = unmasked_blocks(tile.first_row, META.BLOCK_M, num_blocks, block_range, band, 1, META)
+            unmasked = forward_work.unmasked_blocks(tile.first_row, META.BLOCK_M, num_blocks, block_range, band, 1, META)
         if META.IS_FP8:
             descales = first_descales(args.descales, tile.b, tile.h, tile.h // args.work.group_size)
-        message = message_of_tile(tile, sequence, cut, unmasked, descales)
-        broadcast_tile(pack_tile(message, META), n_tile, barriers, META)
+        message = forward_work.message_of_tile(tile, sequence, cut, unmasked, descales)
+        broadcast_tile(forward_work.pack_tile(message, META), n_tile, barriers, META)
         h_kv = tile.h // args.work.group_size
         origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
         queries = LoadedRows(origin=origin, first=tile.first_row, length=len_q)

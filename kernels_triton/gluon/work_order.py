@@ -7,14 +7,7 @@ from typing import Literal
 import torch
 import triton
 
-from flexattn.kernels_triton.common.crossovers import (
-    LAST_WAVES,
-    PART_WAVES,
-    UNEQUAL_PART_WAVES,
-    WIDE_WINDOW,
-    WINDOW_PARTS,
-    WINDOW_WAVES,
-)
+from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common.facts import most_head_parts
 from flexattn.kernels_triton.common.features import Features
 from flexattn.kernels_triton.common.problem import Problem
@@ -118,9 +111,9 @@ def number_of_head_parts(problem: Problem, rows: int) -> int:
     programs = x.k.shape[:-1].numel() / rows
     is_unequal = x.block_mask is not None or x.has_lengths
     processors, most = num_processors(x.device), most_head_parts(x)
-    wanted = round((UNEQUAL_PART_WAVES if is_unequal else PART_WAVES) * processors / programs)
-    if _has_wide_window(x) and programs <= WINDOW_WAVES * processors and most >= WINDOW_PARTS:
-        wanted = max(wanted, WINDOW_PARTS)
+    wanted = round((crossovers.UNEQUAL_PART_WAVES if is_unequal else crossovers.PART_WAVES) * processors / programs)
+    if _has_wide_window(x) and programs <= crossovers.WINDOW_WAVES * processors and most >= crossovers.WINDOW_PARTS:
+        wanted = max(wanted, crossovers.WINDOW_PARTS)
     return max(1, min(wanted, most))
 
 
@@ -129,7 +122,7 @@ def _has_wide_window(problem: Problem) -> bool:
     x = problem
     keys = 0 if x.window_left is None or x.window_right is None else x.window_left + 1 + x.window_right
     is_plain = not (x.is_modified or x.has_lengths or x.dropout_p > 0)
-    return is_plain and keys >= WIDE_WINDOW and max(x.q.shape[-1], x.v.shape[-1]) <= 128
+    return is_plain and keys >= crossovers.WIDE_WINDOW and max(x.q.shape[-1], x.v.shape[-1]) <= 128
 
 
 def head_parts(problem: Problem, rows: int) -> HeadParts | None:
@@ -179,7 +172,7 @@ def last_section(problem: Problem, heads: int, blocks: int, section: int) -> int
     x = problem
     if x.block_mask is None or x.has_lengths:
         return None
-    last = cdiv(LAST_WAVES * num_processors(x.device), blocks)
+    last = cdiv(crossovers.LAST_WAVES * num_processors(x.device), blocks)
     return max(0, heads - last) // section * section if last > section else None
 
 

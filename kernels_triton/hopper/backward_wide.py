@@ -22,20 +22,7 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.scores import logits, through_mods
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_BACKWARD_WIDE, HopperBackwardTile
-from flexattn.kernels_triton.gluon.backward_blocks import (
-    Block,
-    LargeLse,
-    find_key_block,
-    first_query_head,
-    head_at,
-    hides_some_key,
-    hides_some_query,
-    last_key_seen_by_all,
-    load_query_statistics,
-    next_query_block,
-    query_block_of_program,
-    statistics_of_block,
-)
+from flexattn.kernels_triton.gluon import backward_blocks
 from flexattn.kernels_triton.gluon.backward_blocks import key_block as block_of_keys
 from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.barriers import BOTH, DS_WRITTEN, S_WRITTEN, named_barrier_sync
@@ -82,7 +69,7 @@ class WideBackwardArguments(NamedTuple):
     second: GradientRows | None  # dv; None for dq
     statistics_ptr: Pointer
     tiles_of_statistics: int  # tiles of one head
-    large: LargeLse
+    large: backward_blocks.LargeLse
     work: Work
     lengths_q: Lengths
     lengths_kv: Lengths
@@ -131,7 +118,7 @@ def _slot(n, part: gl.constexpr):
 
 
 @gluon.jit
-def _side(block: Block, IS_Q: gl.constexpr):
+def _side(block: backward_blocks.Block, IS_Q: gl.constexpr):
     # Returns the sequence's first token, its length and the (first) head, of queries or of keys
     sequence = block.sequence
     if IS_Q:
@@ -147,7 +134,7 @@ def _is_dv():
 
 
 @gluon.jit
-def _num_blocks(args, block: Block, META: gl.constexpr):
+def _num_blocks(args, block: backward_blocks.Block, META: gl.constexpr):
     if META.IS_DQ:
         return block.num_blocks
     else:
@@ -155,7 +142,7 @@ def _num_blocks(args, block: Block, META: gl.constexpr):
 
 
 @gluon.jit
-def _visited_block(n, block: Block, META: gl.constexpr):
+def _visited_block(n, block: backward_blocks.Block, META: gl.constexpr):
     if META.IS_DQ:
         return key_block(n, block.block_range, META)
     else:
@@ -172,7 +159,7 @@ def _load_part(descriptor, origin, length, row, tiles: WideTiles, n, part: gl.co
 
 
 @gluon.jit
-def _load(args: WideBackwardArguments, tiles: WideTiles, block: Block, META: gl.constexpr):
+def _load(args: WideBackwardArguments, tiles: WideTiles, block: backward_blocks.Block, META: gl.constexpr):
     descriptors, steps, b = args.descriptors, args.steps, block.b
     start, length, h = _side(block, META.IS_DQ)
     scores_rows = origin_of(steps.scores_rows, start, h, b)
@@ -229,7 +216,7 @@ def _add_block(sums, tiles: WideTiles, n, is_dv, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _store(sums, args: WideBackwardArguments, block: Block, is_dv, CONSUMER: gl.constexpr, META: gl.constexpr):
+def _store(sums, args: WideBackwardArguments, block: backward_blocks.Block, is_dv, CONSUMER: gl.constexpr, META: gl.constexpr):
     start, length, h = _side(block, META.IS_DQ)
     if is_dv:
         sums = scaled(sums, dropout_state(args.dropout, block.first_head, META), META)
@@ -239,7 +226,7 @@ def _store(sums, args: WideBackwardArguments, block: Block, is_dv, CONSUMER: gl.
 
 
 @gluon.jit
-def _multiply(args: WideBackwardArguments, tiles: WideTiles, block: Block, META: gl.constexpr):
+def _multiply(args: WideBackwardArguments, tiles: WideTiles, block: backward_blocks.Block, META: gl.constexpr):
     # Warpgroup 0. While warpgroup 1 computes ds, it multiplies the first part of the next block.
     zeros = zero_rows(tiles.s.shape[1])
     s = zeros
@@ -263,7 +250,9 @@ def _multiply(args: WideBackwardArguments, tiles: WideTiles, block: Block, META:
 
 
 @gluon.jit
-def _differentiate(args: WideBackwardArguments, tiles: WideTiles, block: Block, MODS: gl.constexpr, META: gl.constexpr):
+def _differentiate(
+    args: WideBackwardArguments, tiles: WideTiles, block: backward_blocks.Block, MODS: gl.constexpr, META: gl.constexpr
+):
     # Warpgroup 1. The barriers of a block also order the reads of s and ds before the next block's writes.
     IS_DQ: gl.constexpr = META.IS_DQ
     BLOCK: gl.constexpr = tiles.s.shape[1]
@@ -279,22 +268,22 @@ def _differentiate(args: WideBackwardArguments, tiles: WideTiles, block: Block, 
     else:
         is_dv = _is_dv()
     draws = dropout_state(args.dropout, block.first_head, META)
-    statistics_ptr = statistics_of_block(args, block, META)
-    last = last_key_seen_by_all(first_row, block.band, META)
-    position, values = first_query_head(block, args.work, args.scores, MODS, META)
+    statistics_ptr = backward_blocks.statistics_of_block(args, block, META)
+    last = backward_blocks.last_key_seen_by_all(first_row, block.band, META)
+    position, values = backward_blocks.first_query_head(block, args.work, args.scores, MODS, META)
     mbarrier.wait(tiles.rows_full.index(0), 0)
     for n in range(_num_blocks(args, block, META)):
         start, is_full = _visited_block(n if IS_DQ else position.n, block, META)
         columns = start + block_columns
         if IS_DQ:
             i, j = rows[:, None], columns[None, :]
-            statistics = load_query_statistics(statistics_ptr, rows, len_q, META)
+            statistics = backward_blocks.load_query_statistics(statistics_ptr, rows, len_q, META)
             minus_lse, minus_delta = statistics.minus_lse[:, None], statistics.minus_delta[:, None]
             drawn = drawn_weights(draws, block.h, first_row, start, BLOCK, False, META)
         else:
             i, j = columns[None, :], rows[:, None]
             tile = ((position.h - block.h) * args.tiles_of_statistics).to(gl.int64)
-            statistics = load_query_statistics(statistics_ptr + tile * (2 * META.STATISTICS), columns, len_q, META)
+            statistics = backward_blocks.load_query_statistics(statistics_ptr + tile * (2 * META.STATISTICS), columns, len_q, META)
             minus_lse, minus_delta = statistics.minus_lse[None, :], statistics.minus_delta[None, :]
             drawn = drawn_weights(draws, position.h, start, first_row, BLOCK, True, META)
         dp = zeros
@@ -302,13 +291,13 @@ def _differentiate(args: WideBackwardArguments, tiles: WideTiles, block: Block, 
             for part in gl.static_range(2):
                 dp = _add_part(dp, tiles, n, DP + part, True)  # dP = dO V^T, or V dO^T
         named_barrier_sync(S_WRITTEN, BOTH)
-        head = head_at(position, values, block, args.scores, META)
+        head = backward_blocks.head_at(position, values, block, args.scores, META)
         s, factor, cap_tanh, score = logits(tiles.s.load(LAYOUT), i, j, args.scores.scale, head, MODS, META)
         if IS_DQ:
-            if hides_some_key(start, last, first_row, block, META) | is_any_large(block.large, META):
+            if backward_blocks.hides_some_key(start, last, first_row, block, META) | is_any_large(block.large, META):
                 s = mask_keys(s, rows, columns, block.band, META)
                 s = relative_to_lse(s, minus_lse, block.large, block.b, head.h, i, len_q, META)
-        elif hides_some_query(start, first_row, block, META):
+        elif backward_blocks.hides_some_query(start, first_row, block, META):
             s = mask_queries(s, rows, columns, block.band, META)
             s = relative_to_lse(s, minus_lse, block.large, block.b, head.h, i, len_q, META)
         s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
@@ -323,7 +312,7 @@ def _differentiate(args: WideBackwardArguments, tiles: WideTiles, block: Block, 
         fence_async_shared()
         sums = _add_block(sums, tiles, n, is_dv, 1)
         if not IS_DQ:
-            position, values = next_query_block(position, values, block, args.work, args.scores, MODS, META)
+            position, values = backward_blocks.next_query_block(position, values, block, args.work, args.scores, MODS, META)
     _store(sums, args, block, is_dv, 1, META)
 
 
@@ -343,10 +332,10 @@ def _attn_bwd_wide_hopper_kernel(args: WideBackwardArguments, MODS: gl.constexpr
         ds=gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], DTYPE)),
     )
     if META.IS_DQ:
-        block = query_block_of_program(args, META)
+        block = backward_blocks.query_block_of_program(args, META)
     else:
         programs = gl.num_programs(0) // 2
-        block = block_of_keys(find_key_block(gl.program_id(0) % programs, programs, args, META), args, META)
+        block = block_of_keys(backward_blocks.find_key_block(gl.program_id(0) % programs, programs, args, META), args, META)
     gl.warp_specialize(
         [
             (_multiply, (args, tiles, block, META)),

@@ -14,15 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
 from flexattn.kernels_triton.common.scores import through_mods
-from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.backward_blocks import (
-    Block,
-    first_query_head,
-    head_at,
-    hides_some_query,
-    loops_of,
-    next_query_block,
-)
+from flexattn.kernels_triton.gluon import backward_blocks, pipeline
 from flexattn.kernels_triton.gluon.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
@@ -71,7 +63,7 @@ class DkdvConsumerBarriers(NamedTuple):
 
 
 @gluon.jit
-def _relative_to_lse(s, statistics, index, block: Block, h, i, META: gl.constexpr):
+def _relative_to_lse(s, statistics, index, block: backward_blocks.Block, h, i, META: gl.constexpr):
     COLUMNS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     minus_lse = statistics.index(index).slice(0, META.BLOCK_M).load(COLUMNS)
     return relative_to_lse(s, minus_lse[None, :], block.large, block.b, h, i, block.sequence.len_q, META)
@@ -96,7 +88,7 @@ def _consume_dkdv_rows(
     args,
     operands: DkdvOperands,
     barriers: DkdvConsumerBarriers,
-    block: Block,
+    block: backward_blocks.Block,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
@@ -119,8 +111,8 @@ def _consume_dkdv_rows(
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    position, values = first_query_head(block, args.work, scores, MODS, META)
-    LOOPS: gl.constexpr = loops_of(META)
+    position, values = backward_blocks.first_query_head(block, args.work, scores, MODS, META)
+    LOOPS: gl.constexpr = backward_blocks.loops_of(META)
     for IS_LARGE in gl.static_range(LOOPS):
         iterations = block.num_blocks * block.heads  # counts the blocks of all query heads
         if LOOPS == 2:
@@ -146,12 +138,12 @@ def _consume_dkdv_rows(
             s_factor = score_factor(operands.factors, index, COLUMNS, META)
             raw_s = warpgroup_mma_wait(1, deps=[raw_s])
             i, j = columns[None, :], rows[:, None]
-            head = head_at(position, values, block, scores, META)
+            head = backward_blocks.head_at(position, values, block, scores, META)
             s, factor, cap_tanh, score = product_logits(raw_s, i, j, head, scores.scale, s_factor, MODS, META)
             if LOOPS == 2:
                 if IS_LARGE == 1:
                     s = _relative_to_lse(s, operands.statistics, index, block, position.h, i, META)
-            elif hides_some_query(row, n_start, block, META):
+            elif backward_blocks.hides_some_query(row, n_start, block, META):
                 s = mask_queries(s, rows, columns, block.band, META)
                 if META.IS_UNBOUNDED:
                     s = _relative_to_lse(s, operands.statistics, index, block, position.h, i, META)
@@ -190,7 +182,7 @@ def _consume_dkdv_rows(
                 pipeline.release(barriers.dp_empty, dp_stage)
             dv, dk, dk1, p16, ds = _wait_for_sums(dv, dk, dk1, p16, ds, META)
             pipeline.release(barriers.ds_empty, ds_stage)
-            position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
+            position, values = backward_blocks.next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them
     sums = KeyGradients(dk=dk, dk1=dk1, dv=dv)
@@ -204,7 +196,7 @@ def _consume_dkdv_columns(
     args,
     operands: DkdvOperands,
     barriers: DkdvConsumerBarriers,
-    block: Block,
+    block: backward_blocks.Block,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
@@ -227,7 +219,7 @@ def _consume_dkdv_columns(
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    position, values = first_query_head(block, args.work, scores, MODS, META)
+    position, values = backward_blocks.first_query_head(block, args.work, scores, MODS, META)
     for m_block in range(block.num_blocks * block.heads):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
         columns = row + block_columns
@@ -253,9 +245,9 @@ def _consume_dkdv_columns(
         s_factor = score_factor(operands.factors, index, COLUMNS, META)
         raw_s = warpgroup_mma_wait(1, deps=[raw_s])
         i, j = columns[None, :], rows[:, None]
-        head = head_at(position, values, block, scores, META)
+        head = backward_blocks.head_at(position, values, block, scores, META)
         s, factor, cap_tanh, score = product_logits(raw_s, i, j, head, scores.scale, s_factor, MODS, META)
-        if hides_some_query(row, block.first_row, block, META):
+        if backward_blocks.hides_some_query(row, block.first_row, block, META):
             s = mask_queries(s, rows, columns, block.band, META)
             s = relative_to_lse(s, minus_lse[None, :], large, b, position.h, i, len_q, META)
         s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
@@ -297,7 +289,7 @@ def _consume_dkdv_columns(
             pipeline.release(barriers.dp_empty, dp_stage)
             dk = warpgroup_mma_wait(0, deps=[dk])
             pipeline.release(barriers.ds_empty, ds_stage)
-        position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
+        position, values = backward_blocks.next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them
     if args.dk32.ptr is not None:
@@ -315,7 +307,7 @@ def consume_dkdv(
     args,
     operands: DkdvOperands,
     barriers: DkdvConsumerBarriers,
-    block: Block,
+    block: backward_blocks.Block,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,

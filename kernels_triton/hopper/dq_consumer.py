@@ -11,14 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
 from flexattn.kernels_triton.common.scores import through_mods
-from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.backward_blocks import (
-    Block,
-    hides_some_key,
-    last_key_seen_by_all,
-    load_query_statistics,
-    loops_of,
-)
+from flexattn.kernels_triton.gluon import backward_blocks, pipeline
 from flexattn.kernels_triton.gluon.barriers import BOTH, LAST, named_barrier_sync
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept_gradient
@@ -70,7 +63,7 @@ def consume_dq(
     args,
     operands: DqOperands,
     barriers: DqConsumerBarriers,
-    block: Block,
+    block: backward_blocks.Block,
     query_rows: DqRows,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
@@ -91,12 +84,12 @@ def consume_dq(
     m_start = block.first_row + CONSUMER * ROWS
     rows = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_N, layout=COLUMNS)
-    statistics = load_query_statistics(query_rows.statistics_ptr, rows, len_q, META)
+    statistics = backward_blocks.load_query_statistics(query_rows.statistics_ptr, rows, len_q, META)
     minus_lse = statistics.minus_lse
-    last = last_key_seen_by_all(m_start, block.band, META)
+    last = backward_blocks.last_key_seen_by_all(m_start, block.band, META)
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.q_full.index(0), 0)
-    LOOPS: gl.constexpr = loops_of(META)
+    LOOPS: gl.constexpr = backward_blocks.loops_of(META)
     for IS_LARGE in gl.static_range(LOOPS):
         iterations = block.num_blocks
         if LOOPS == 2:
@@ -124,7 +117,7 @@ def consume_dq(
             raw_s = warpgroup_mma_wait(1, deps=[raw_s])
             i, j = rows[:, None], columns[None, :]
             s, factor, cap_tanh, score = product_logits(raw_s, i, j, query_rows.head, softmax_scale, s_factor, MODS, META)
-            is_cut = hides_some_key(column, last, m_start, block, META)
+            is_cut = backward_blocks.hides_some_key(column, last, m_start, block, META)
             if LOOPS == 1:
                 is_cut = is_cut | is_any_large(large, META)
             if is_cut:

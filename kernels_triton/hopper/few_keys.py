@@ -17,25 +17,13 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.tiles import HopperTile
-from flexattn.kernels_triton.gluon import pipeline
+from flexattn.kernels_triton.gluon import forward_rows, pipeline
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.descriptors import load_rows
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
-from flexattn.kernels_triton.gluon.forward_rows import (
-    Invariants,
-    report_max_logit,
-    rows_and_heads,
-    sink_of_rows,
-    statistics_row,
-    store_lse,
-    store_out_rows,
-    sums_with_sink,
-    sums_with_sink_behind,
-    visible_scores,
-)
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, WorkTile
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
@@ -157,10 +145,10 @@ def _compute_tile(
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     draws = dropout_state(args.dropout, 0, META)
     m_start = tile.first_row + CONSUMER * ROWS
-    rows, h_of_rows = rows_and_heads(m_start, tile.h, band.len_q, ROW_LAYOUT, META)
+    rows, h_of_rows = forward_rows.rows_and_heads(m_start, tile.h, band.len_q, ROW_LAYOUT, META)
     q_stage = Stage(counts.tiles, META.Q_STAGES)
     q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
-    same = Invariants(
+    same = forward_rows.Invariants(
         num_blocks=1,
         block_range=0,
         m_start=m_start,
@@ -177,9 +165,9 @@ def _compute_tile(
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
     row_sum = sums_of_threads(zeros, BLOCK_N)
     if META.HAS_SINK:
-        sink = sink_of_rows(tile, h_of_rows, args, META)
+        sink = forward_rows.sink_of_rows(tile, h_of_rows, args, META)
         if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
-            row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
+            row_max, row_sum = forward_rows.sums_with_sink(row_max, row_sum, sink)
     stage = Stage(counts.key_heads, META.STAGES)
     mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
     s = score_product(tiles.q, q_slot, tiles.k, pipeline.index(stage), zeros, BLOCK_N, META)  # S = Q K^T
@@ -187,7 +175,7 @@ def _compute_tile(
     drawn = drawn_weights(draws, same.b_h, m_start, column, BLOCK_N, False, META)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
-    s, factor = visible_scores(s, column, is_full, same, True, MODS, META)
+    s, factor = forward_rows.visible_scores(s, column, is_full, same, True, MODS, META)
     weights, row_max, row_sum, _ = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
     acc, acc1 = zero_parts(META)
     p = unpack_pairs(weights, ROWS, BLOCK_N, gl.DotOperandLayout(0, acc.type.layout, 2), DTYPE)
@@ -195,20 +183,20 @@ def _compute_tile(
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
     correction = gl.full([ROWS], 1.0, gl.float32, layout=ROW_LAYOUT)
     if META.HAS_MAX_LOGIT:
-        report_max_logit(row_max, rows, h_of_rows, band.len_q, args, META)
+        forward_rows.report_max_logit(row_max, rows, h_of_rows, band.len_q, args, META)
         if META.HAS_SINK:
-            row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
+            row_max, row_sum, correction = forward_rows.sums_with_sink_behind(row_max, row_sum, sink, META)
     row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
-    lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
-    store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
+    lse_row = forward_rows.statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
+    forward_rows.store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
     rescale = scaled(correction / row_sum_or_1, draws, META)
     acc, acc1 = wait_for_values(acc, acc1, META)
     keep_pairs(weights)
     acc, acc1 = scaled_parts(acc, acc1, rescale, META)
     if META.WIDTH_V > 0:
-        store_out_rows(acc, 0, received, rows, h_of_rows, args, META)
+        forward_rows.store_out_rows(acc, 0, received, rows, h_of_rows, args, META)
         if META.VALUES1 > 0:
-            store_out_rows(acc1, META.VALUES0, received, rows, h_of_rows, args, META)
+            forward_rows.store_out_rows(acc1, META.VALUES0, received, rows, h_of_rows, args, META)
     else:
         descriptors, out = args.descriptors, args.steps.out
         token, head = received.start_q + tile.b * out.tokens, tile.h + tile.b * out.heads

@@ -19,42 +19,21 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HopperTile
-from flexattn.kernels_triton.gluon import pipeline
+from flexattn.kernels_triton.gluon import forward_rows, pipeline
 from flexattn.kernels_triton.gluon.barriers import pass_turn, wait_for_turn
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
-from flexattn.kernels_triton.gluon.forward_rows import (
-    Invariants,
-    report_max_logit,
-    rows_and_heads,
-    sink_of_rows,
-    statistics_row,
-    store_lse,
-    store_out_rows,
-    store_split_rows,
-    sums_with_sink,
-    sums_with_sink_behind,
-    visible_scores,
-)
 from flexattn.kernels_triton.gluon.forward_work import Span, received_tile, unmasked_blocks
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.softmax import softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
-from flexattn.kernels_triton.hopper import few_keys
+from flexattn.kernels_triton.hopper import few_keys, forward_parts
 from flexattn.kernels_triton.hopper.conditions import forward_tile
-from flexattn.kernels_triton.hopper.forward_parts import (
-    begin_values,
-    rescaled_parts,
-    scaled_parts,
-    store_out,
-    wait_for_values,
-    zero_parts,
-)
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
@@ -85,7 +64,7 @@ class Carry(NamedTuple):
 def _iterate(
     iteration,
     carry: Carry,
-    same: Invariants,
+    same: forward_rows.Invariants,
     buffers: Buffers,
     CONSUMER: gl.constexpr,
     IS_CUT: gl.constexpr,
@@ -108,18 +87,18 @@ def _iterate(
     s = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)  # S = Q K^T
     v_stage = Stage(n_block - 1, META.STAGES)
     pipeline.wait_full(barriers.v_full, v_stage)
-    acc, acc1 = begin_values(p, tiles, v_stage, carry.acc, carry.acc1, META)
+    acc, acc1 = forward_parts.begin_values(p, tiles, v_stage, carry.acc, carry.acc1, META)
     if META.PINGPONG:
         pass_turn(CONSUMER, META.CONSUMERS)
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
     s = warpgroup_mma_wait(2 if META.VALUES1 > 0 else 1, deps=[s])
     pipeline.release(barriers.k_empty, k_stage)
-    s, factor = visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
+    s, factor = forward_rows.visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, carry.row_max, carry.row_sum, factor, drawn, DTYPE, META)
-    acc, acc1 = wait_for_values(acc, acc1, META)
+    acc, acc1 = forward_parts.wait_for_values(acc, acc1, META)
     keep_pairs(carry.weights)
     pipeline.release(barriers.v_empty, v_stage)
-    acc, acc1 = rescaled_parts(acc, acc1, correction, META)
+    acc, acc1 = forward_parts.rescaled_parts(acc, acc1, correction, META)
     return Carry(weights=weights, row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, n_block=n_block + 1)
 
 
@@ -127,7 +106,7 @@ def _iterate(
 def _run(
     sums: Sums,
     span: Span,
-    same: Invariants,
+    same: forward_rows.Invariants,
     buffers: Buffers,
     CONSUMER: gl.constexpr,
     IS_CUT: gl.constexpr,
@@ -154,11 +133,11 @@ def _run(
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
     s = warpgroup_mma_wait(0, deps=[s])
     pipeline.release(barriers.k_empty, k_stage)
-    s, factor = visible_scores(s, column, is_full, same, True, MODS, META)
+    s, factor = forward_rows.visible_scores(s, column, is_full, same, True, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, sums.row_max, sums.row_sum, factor, drawn, DTYPE, META)
     acc, acc1 = sums.acc, sums.acc1
     if META.UNMASKED_LOOP:
-        acc, acc1 = rescaled_parts(acc, acc1, correction, META)
+        acc, acc1 = forward_parts.rescaled_parts(acc, acc1, correction, META)
     carry = Carry(weights=weights, row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, n_block=n_block + 1)
     iteration += 1
     end = gl.where(iteration == span.begin, span.end, iteration)
@@ -169,8 +148,8 @@ def _run(
     v_stage = Stage(n_block - 1, META.STAGES)
     pipeline.wait_full(barriers.v_full, v_stage)
     p = unpack_pairs(carry.weights, ROWS, BLOCK_N, P, DTYPE)
-    acc, acc1 = begin_values(p, tiles, v_stage, carry.acc, carry.acc1, META)
-    acc, acc1 = wait_for_values(acc, acc1, META)
+    acc, acc1 = forward_parts.begin_values(p, tiles, v_stage, carry.acc, carry.acc1, META)
+    acc, acc1 = forward_parts.wait_for_values(acc, acc1, META)
     keep_pairs(carry.weights)
     pipeline.release(barriers.v_empty, v_stage)
     return Sums(iterations=end, row_max=carry.row_max, row_sum=carry.row_sum, acc=acc, acc1=acc1, n_block=n_block)
@@ -202,7 +181,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         num_blocks, block_range = received.num_blocks, received.block_range
         m_start = tile.first_row + CONSUMER * (ROWS // GROUP)
         skipped, num_consumer_blocks, consumer_range = blocks_of_consumer(m_start, num_blocks, block_range, band, META)
-        rows, h_of_rows = rows_and_heads(m_start, h, len_q, ROW_LAYOUT, META)
+        rows, h_of_rows = forward_rows.rows_and_heads(m_start, h, len_q, ROW_LAYOUT, META)
         h_of_scores = h
         if GROUP > 1:
             h_of_scores = h_of_rows[:, None]
@@ -210,16 +189,16 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
         row_sum = sums_of_threads(zeros, BLOCK_N)
         if META.HAS_SINK:
-            sink = sink_of_rows(tile, h_of_rows, args, META)
+            sink = forward_rows.sink_of_rows(tile, h_of_rows, args, META)
             if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
-                row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
-        acc, acc1 = zero_parts(META)
+                row_max, row_sum = forward_rows.sums_with_sink(row_max, row_sum, sink)
+        acc, acc1 = forward_parts.zero_parts(META)
         q_stage = Stage(n_tile, META.Q_STAGES)
         q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
         mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
         if META.SKIPS:
             n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
-        same = Invariants(
+        same = forward_rows.Invariants(
             num_blocks=num_consumer_blocks,
             block_range=consumer_range,
             m_start=m_start,
@@ -258,34 +237,36 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         if META.SKIPS:
             n_block = skip_blocks(num_blocks - skipped - num_consumer_blocks, n_block, barriers, CONSUMER, META)
         if META.HAS_MAX_LOGIT:
-            report_max_logit(row_max, rows, h_of_rows, len_q, args, META)
+            forward_rows.report_max_logit(row_max, rows, h_of_rows, len_q, args, META)
             if META.HAS_SINK:
-                row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
-                acc, acc1 = scaled_parts(acc, acc1, correction, META)
-        lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
+                row_max, row_sum, correction = forward_rows.sums_with_sink_behind(row_max, row_sum, sink, META)
+                acc, acc1 = forward_parts.scaled_parts(acc, acc1, correction, META)
+        lse_row = forward_rows.statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
-        store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
+        forward_rows.store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
         rescale = scaled(1.0 / row_sum_or_1, draws, META)
-        acc, acc1 = scaled_parts(acc, acc1, rescale, META)
+        acc, acc1 = forward_parts.scaled_parts(acc, acc1, rescale, META)
         if META.IS_SPLIT:
-            store_split_rows(acc, 0, received, lse_row, rows, h_of_rows, args, META)
+            forward_rows.store_split_rows(acc, 0, received, lse_row, rows, h_of_rows, args, META)
             if V1 > 0:
-                store_split_rows(acc1, V0, received, lse_row, rows, h_of_rows, args, META)
+                forward_rows.store_split_rows(acc1, V0, received, lse_row, rows, h_of_rows, args, META)
         elif META.WIDTH_V > 0:
-            store_out_rows(acc, 0, received, rows, h_of_rows, args, META)
+            forward_rows.store_out_rows(acc, 0, received, rows, h_of_rows, args, META)
             if V1 > 0:
-                store_out_rows(acc1, V0, received, rows, h_of_rows, args, META)
+                forward_rows.store_out_rows(acc1, V0, received, rows, h_of_rows, args, META)
         else:
             token, out_head = received.start_q + b * args.steps.out.tokens, h + b * args.steps.out.heads
             out_tile = buffers.tiles.out.index(CONSUMER)
             if META.OUT_PARTS == 1:
-                store_out(acc, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
+                forward_parts.store_out(acc, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
             else:
                 low, high = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, V0 // 2]), [0, 2, 1]))
-                store_out(low, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
-                store_out(high, V0 // 2, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
+                forward_parts.store_out(low, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
+                forward_parts.store_out(high, V0 // 2, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
             if V1 > 0:
-                store_out(acc1, V0, token, len_q, m_start, out_head, args.descriptors.out1, buffers.tiles.out1.index(CONSUMER))
+                forward_parts.store_out(
+                    acc1, V0, token, len_q, m_start, out_head, args.descriptors.out1, buffers.tiles.out1.index(CONSUMER)
+                )
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)

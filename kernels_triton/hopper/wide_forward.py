@@ -18,23 +18,12 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HopperTile
-from flexattn.kernels_triton.gluon import pipeline
+from flexattn.kernels_triton.gluon import forward_rows, pipeline
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
-from flexattn.kernels_triton.gluon.forward_rows import (
-    Invariants,
-    rows_and_heads,
-    sink_of_rows,
-    statistics_row,
-    store_lse,
-    store_out_rows,
-    store_split_rows,
-    sums_with_sink,
-    visible_scores,
-)
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, received_tile
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, keep_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
@@ -60,12 +49,12 @@ def _store_half(acc, COLUMN: gl.constexpr, received: ReceivedTile, args: Argumen
     # Stores the columns of out from COLUMN on
     tile = received.tile
     len_q = received.band.len_q
-    rows, h_of_rows = rows_and_heads(tile.first_row, tile.h, len_q, gl.SliceLayout(1, acc.type.layout), META)
+    rows, h_of_rows = forward_rows.rows_and_heads(tile.first_row, tile.h, len_q, gl.SliceLayout(1, acc.type.layout), META)
     if META.IS_SPLIT:
-        lse_row = statistics_row(received, 0, rows, h_of_rows, args, META)
-        store_split_rows(acc, COLUMN, received, lse_row, rows, h_of_rows, args, META)
+        lse_row = forward_rows.statistics_row(received, 0, rows, h_of_rows, args, META)
+        forward_rows.store_split_rows(acc, COLUMN, received, lse_row, rows, h_of_rows, args, META)
     else:
-        store_out_rows(acc, COLUMN, received, rows, h_of_rows, args, META)
+        forward_rows.store_out_rows(acc, COLUMN, received, rows, h_of_rows, args, META)
 
 
 @gluon.jit
@@ -89,11 +78,11 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
     while is_tile(numbers):
         received = received_tile(numbers, args, META)
         tile, band = received.tile, received.band
-        rows, h_of_rows = rows_and_heads(tile.first_row, tile.h, band.len_q, ROW_LAYOUT, META)
+        rows, h_of_rows = forward_rows.rows_and_heads(tile.first_row, tile.h, band.len_q, ROW_LAYOUT, META)
         h_of_scores = tile.h
         if META.GROUP > 1:
             h_of_scores = h_of_rows[:, None]
-        same = Invariants(
+        same = forward_rows.Invariants(
             num_blocks=received.num_blocks,
             block_range=received.block_range,
             m_start=tile.first_row,
@@ -110,7 +99,7 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
         row_sum = sums_of_threads(zeros, BLOCK_N)
         if META.HAS_SINK:
-            row_max, row_sum = sums_with_sink(row_max, row_sum, sink_of_rows(tile, h_of_rows, args, META))
+            row_max, row_sum = forward_rows.sums_with_sink(row_max, row_sum, forward_rows.sink_of_rows(tile, h_of_rows, args, META))
         acc = zero_rows(HALF)
         pipeline.wait_full(barriers.q_full, Stage(n_tile, 1))
         for iteration in range(received.num_blocks):
@@ -122,7 +111,7 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
             s = warpgroup_mma_wait(0, deps=[s])
             if not META.IS_LATENT:
                 pipeline.release(barriers.k_empty, stage)
-            s, factor = visible_scores(s, column, is_full, same, True, MODS, META)
+            s, factor = forward_rows.visible_scores(s, column, is_full, same, True, MODS, META)
             weights, row_max, row_sum, correction = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             p = unpack_pairs(weights, ROWS, BLOCK_N, P, DTYPE)
             pipeline.wait_empty(exchange.empty, Stage(n_exchange, 1))
@@ -148,7 +137,9 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
         exchange.factor.store(rescale)
         mbarrier.arrive(exchange.full.index(0), count=1)
         n_exchange += 1
-        store_lse(row_max, row_sum_or_1, statistics_row(received, 0, rows, h_of_rows, args, META), rows, received, args, META)
+        forward_rows.store_lse(
+            row_max, row_sum_or_1, forward_rows.statistics_row(received, 0, rows, h_of_rows, args, META), rows, received, args, META
+        )
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
         _store_half(acc, 0, received, args, META)
         n_tile += 1

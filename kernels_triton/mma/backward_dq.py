@@ -22,14 +22,7 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.scores import logits, through_mods
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.gluon.backward_blocks import (
-    Block,
-    LargeLse,
-    last_key_seen_by_all,
-    load_query_statistics,
-    query_block_of_program,
-    statistics_of_block,
-)
+from flexattn.kernels_triton.gluon import backward_blocks
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.masking import apply_mask_mod, mask_keys
@@ -73,7 +66,7 @@ class MmaDqArguments(NamedTuple):
     dq: Rows
     statistics_ptr: Any
     tiles_of_statistics: int
-    large: LargeLse
+    large: backward_blocks.LargeLse
     work: Work
     lengths_q: Lengths
     lengths_kv: Lengths
@@ -93,19 +86,19 @@ class Tiles(NamedTuple):
 
 
 @gluon.jit
-def _copy_k(args: MmaDqArguments, tiles: Tiles, slot, column, block: Block, META: gl.constexpr):
+def _copy_k(args: MmaDqArguments, tiles: Tiles, slot, column, block: backward_blocks.Block, META: gl.constexpr):
     base = row_pointer(args.k, block.b, block.h_kv, block.sequence.start_kv + column, META)
     copy_block(args.k, tiles.k, slot, META.QK0, META.HEAD_DIM_QK, base, block.sequence.len_kv - column, META)
 
 
 @gluon.jit
-def _copy_v(args: MmaDqArguments, tiles: Tiles, slot, column, block: Block, META: gl.constexpr):
+def _copy_v(args: MmaDqArguments, tiles: Tiles, slot, column, block: backward_blocks.Block, META: gl.constexpr):
     base = row_pointer(args.v, block.b, block.h_kv, block.sequence.start_kv + column, META)
     copy_block(args.v, tiles.v, slot, META.V0, META.HEAD_DIM_V, base, block.sequence.len_kv - column, META)
 
 
 @gluon.jit
-def _copy_queries(args: MmaDqArguments, tiles: Tiles, block: Block, META: gl.constexpr):
+def _copy_queries(args: MmaDqArguments, tiles: Tiles, block: backward_blocks.Block, META: gl.constexpr):
     first, left = block.sequence.start_q + block.first_row, block.sequence.len_q - block.first_row
     q_base, dout_base = row_pointer(args.q, block.b, block.h, first, META), row_pointer(args.dout, block.b, block.h, first, META)
     copy_block(args.q, tiles.q, 0, META.QK0, META.HEAD_DIM_QK, q_base, left, META)
@@ -113,7 +106,7 @@ def _copy_queries(args: MmaDqArguments, tiles: Tiles, block: Block, META: gl.con
 
 
 @gluon.jit
-def _cuts_block(column, last, block: Block, META: gl.constexpr):
+def _cuts_block(column, last, block: backward_blocks.Block, META: gl.constexpr):
     # Returns whether the block of keys at `column` needs a mask. last: from `last_key_seen_by_all`
     is_cut = (column + META.BLOCK_N > last) | is_any_large(block.large, META)
     if META.HAS_LEFT:
@@ -122,7 +115,7 @@ def _cuts_block(column, last, block: Block, META: gl.constexpr):
 
 
 @gluon.jit
-def _add_blocks(args: MmaDqArguments, block: Block, dq0, dq1, MODS: gl.constexpr, META: gl.constexpr):
+def _add_blocks(args: MmaDqArguments, block: backward_blocks.Block, dq0, dq1, MODS: gl.constexpr, META: gl.constexpr):
     # Returns the two parts of dq without the softmax scale; dq0 and dq1 are zeros
     DTYPE: gl.constexpr = args.k.ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -145,9 +138,9 @@ def _add_blocks(args: MmaDqArguments, block: Block, dq0, dq1, MODS: gl.constexpr
     head = head_of(args.scores, block.b, block.h, len_q, len_kv, block.band.shift, MODS, META)
     rows = block.first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, PRODUCT))
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, PRODUCT))
-    statistics = load_query_statistics(statistics_of_block(args, block, META), rows, len_q, META)
+    statistics = backward_blocks.load_query_statistics(backward_blocks.statistics_of_block(args, block, META), rows, len_q, META)
     minus_lse = statistics.minus_lse
-    last = last_key_seen_by_all(block.first_row, block.band, META)
+    last = backward_blocks.last_key_seen_by_all(block.first_row, block.band, META)
     draws = dropout_state(args.dropout, 0, META)
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=PRODUCT)
     q, dout = at(tiles.q, 0), at(tiles.dout, 0)
@@ -193,7 +186,7 @@ def _add_blocks(args: MmaDqArguments, block: Block, dq0, dq1, MODS: gl.constexpr
 @hopper_kernel
 def _attn_bwd_dq_mma_kernel(args: MmaDqArguments, MODS: gl.constexpr, META: gl.constexpr):
     PRODUCT: gl.constexpr = product_layout(META.WARPS)
-    block = query_block_of_program(args, META)
+    block = backward_blocks.query_block_of_program(args, META)
     dq0 = zeros_of_part(META.BLOCK_M, META.QK0, PRODUCT)
     dq1 = dq0
     if META.QK1 > 0:

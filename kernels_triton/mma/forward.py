@@ -26,25 +26,13 @@ from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import slots_of_heads
+from flexattn.kernels_triton.gluon import forward_rows
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_keys, cut_key_lists, key_block
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_room
 from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Results
 from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments
-from flexattn.kernels_triton.gluon.forward_rows import (
-    Invariants,
-    report_max_logit,
-    rows_and_heads,
-    sink_of_rows,
-    statistics_row,
-    store_lse,
-    store_out_rows,
-    store_split_rows,
-    sums_with_sink,
-    sums_with_sink_behind,
-    visible_scores,
-)
 from flexattn.kernels_triton.gluon.forward_work import (
     ReceivedTile,
     WorkTile,
@@ -136,7 +124,14 @@ def _copy_v(loads: Loads, slot, column, META: gl.constexpr):
 
 @gluon.jit
 def _take_blocks(
-    sums: Sums, first, end, same: Invariants, loads: Loads, IS_CUT: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+    sums: Sums,
+    first,
+    end,
+    same: forward_rows.Invariants,
+    loads: Loads,
+    IS_CUT: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
 ):
     # Adds the blocks of iterations `first` up to `end`. IS_CUT: they may need a mask
     tiles = loads.tiles
@@ -168,7 +163,7 @@ def _take_blocks(
             descale = score_descale(loads.scales, column, META)
             if META.IS_MODIFIED:
                 s = s * descale[:, None]
-        s, factor = visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
+        s, factor = forward_rows.visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
         if META.IS_FP8:
             factor = factor_of_rows(factor, descale, same.scale, META)
         p, row_max, correction = exponentials(s, gl.max(s, 1), row_max, factor, META)
@@ -194,11 +189,11 @@ def _store_columns(
 ):
     acc = columns_in_order(acc, META)
     if META.IS_SPLIT:
-        store_split_rows(acc, COLUMN, received, lse_row, rows, h_of_rows, args, META)
+        forward_rows.store_split_rows(acc, COLUMN, received, lse_row, rows, h_of_rows, args, META)
     else:  # in 16 bits and in rows, so that a thread stores 16 bytes
         DTYPE: gl.constexpr = args.results.out.ptr.dtype.element_ty
         columns = gl.convert_layout(acc.to(DTYPE), rows_layout(acc.shape[1], META.WARPS))
-        store_out_rows(columns, COLUMN, received, rows, h_of_rows, args, META)
+        forward_rows.store_out_rows(columns, COLUMN, received, rows, h_of_rows, args, META)
 
 
 @gluon.jit
@@ -277,12 +272,12 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
         if META.STAGES == 2:
             _copy_v(loads, 0, column, META)
     async_copy.commit_group()
-    rows, h_of_rows = rows_and_heads(tile.first_row, h, len_q, ROW, META)
+    rows, h_of_rows = forward_rows.rows_and_heads(tile.first_row, h, len_q, ROW, META)
     h_of_scores = h
     if META.GROUP > 1:
         h_of_scores = h_of_rows[:, None]
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=PRODUCT)
-    same = Invariants(
+    same = forward_rows.Invariants(
         num_blocks=num_blocks,
         block_range=block_range,
         m_start=tile.first_row,
@@ -299,9 +294,9 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=ROW)  # in units of log2
     row_sum = sums_of_threads(zeros, BLOCK_N)
     if META.HAS_SINK:
-        sink = sink_of_rows(tile, h_of_rows, args, META)
+        sink = forward_rows.sink_of_rows(tile, h_of_rows, args, META)
         if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
-            row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
+            row_max, row_sum = forward_rows.sums_with_sink(row_max, row_sum, sink)
             if META.IS_FP8:
                 row_sum = scaled_sink_sum(row_max, row_sum, META)
     acc0 = gl.zeros([BLOCK_M, VALUES0 * WORD], gl.float32, layout=PRODUCT)
@@ -323,12 +318,12 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     row_sum = gl.convert_layout(gl.sum(sums.row_sum, 1), ROW)
     correction = 1.0
     if META.HAS_MAX_LOGIT:
-        report_max_logit(row_max, rows, h_of_rows, len_q, args, META)
+        forward_rows.report_max_logit(row_max, rows, h_of_rows, len_q, args, META)
         if META.HAS_SINK:
-            row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
-    lse_row = statistics_row(received, 0, rows, h_of_rows, args, META)
+            row_max, row_sum, correction = forward_rows.sums_with_sink_behind(row_max, row_sum, sink, META)
+    lse_row = forward_rows.statistics_row(received, 0, rows, h_of_rows, args, META)
     row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
-    store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
+    forward_rows.store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
     rescale = (scaled(1.0 / row_sum_or_1, same.draws, META) * correction)[:, None]
     if META.IS_FP8:
         rescale = rescale * sums.descale_v

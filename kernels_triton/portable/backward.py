@@ -13,16 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common import block_lists, row_statistics
 from flexattn.kernels_triton.common.addressing import HeadRows, row_at, row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Channels, Head, Inputs, Parts, Pointer, Rows, Saved, Statistics
 from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
-from flexattn.kernels_triton.common.block_lists import (
-    TileRange,
-    first_loop,
-    key_loops,
-    listed_tile,
-    query_loops,
-)
 from flexattn.kernels_triton.common.copies import packed_start, transposed_head
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.fp8_tiles import descaled_products, fp8_product, load_descale, to_fp8_rows
@@ -32,14 +26,6 @@ from flexattn.kernels_triton.common.padding import clear_padding, padding_rows
 from flexattn.kernels_triton.common.preprocess import new_statistics
 from flexattn.kernels_triton.common.problem import Backward, Meta, rows
 from flexattn.kernels_triton.common.quantize import transposed
-from flexattn.kernels_triton.common.row_statistics import (
-    Queries,
-    RowStatistics,
-    by_columns,
-    load_row_statistics,
-    make_row_statistics,
-    statistics_row,
-)
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
 from flexattn.kernels_triton.common.sequences import Program, program_of_queries, sequence_of
 from flexattn.kernels_triton.common.sinks import sink_probability
@@ -65,7 +51,7 @@ class _QueryBlock(NamedTuple):
     first_row: tl.tensor
     q: Parts
     dout: Parts
-    statistics: RowStatistics
+    statistics: row_statistics.RowStatistics
     large: Any
     k: HeadRows
     v: HeadRows
@@ -87,7 +73,7 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
     k_pointer = row_at(block.k, tiles.begin)
     v_pointer = row_at(block.v, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
-        n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
+        n, is_full = block_lists.listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
         if META.BLOCK_SIZE_Q > 0:
             k_pointer = row_at(block.k, n)
             v_pointer = row_at(block.v, n)
@@ -193,11 +179,11 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     # The loads of q also start before the first wait.
     q = load_parts(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK)
     dout = load_parts(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V)
-    queries = Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q)
+    queries = row_statistics.Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q)
     scale_dout = inputs.scales.dout if META.IS_FP8 else None
-    lse_log2, delta = make_row_statistics(dout.first, dout.second, args.saved, scale_dout, queries, first_row, META)
+    lse_log2, delta = row_statistics.make_row_statistics(dout.first, dout.second, args.saved, scale_dout, queries, first_row, META)
     large = load_large(statistics.large_ptr, statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
-    row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+    row = row_statistics.statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     tl.store(statistics.lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
     tl.store(statistics.delta_ptr + row + rows, delta, mask=rows < len_q)
 
@@ -206,14 +192,14 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         k_t = transposed_head(args.k_t, b, h_kv, packed_start(inputs.lengths_kv, b, start_kv), META.IS_RAGGED_KV)
 
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
-    loops = key_loops(visible, args.lists, b, h, first_row, META)
+    loops = block_lists.key_loops(visible, args.lists, b, h, first_row, META)
     own_block = _QueryBlock(
         head=head,
         h_kv=h_kv,
         first_row=first_row,
         q=q,
         dout=dout,
-        statistics=RowStatistics(lse_log2=lse_log2[:, None], delta=delta[:, None], p_scale=1.0),
+        statistics=row_statistics.RowStatistics(lse_log2=lse_log2[:, None], delta=delta[:, None], p_scale=1.0),
         large=large,
         k=HeadRows(base=k_base, step=k_step, offsets=k_offsets),
         v=HeadRows(base=v_base, step=v_step, offsets=v_offsets),
@@ -222,7 +208,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     )
     dq = zero_parts(BLOCK_M, META.QK0, META.QK1)
     sums = _QuerySums(dq0=dq.first, dq1=dq.second, row_sum=tl.zeros([BLOCK_M], tl.float32))
-    for LOOP in tl.static_range(first_loop(META.HAS_LEFT, META.BLOCK_SIZE_Q), 3):
+    for LOOP in tl.static_range(block_lists.first_loop(META.HAS_LEFT, META.BLOCK_SIZE_Q), 3):
         tiles = loops[LOOP]
         if LOOP == 1 or tiles.begin < tiles.end:  # a loop without iterations still costs its pipeline's prologue
             sums = _attn_bwd_dq_loop(sums, own_block, tiles, inputs, MODS, LOOP != 1, META)
@@ -272,7 +258,7 @@ class _HeadRows(NamedTuple):
     """The queries of one head."""
 
     head: Head
-    queries: Queries
+    queries: row_statistics.Queries
     q: HeadRows
     dout: HeadRows
     first_statistic: tl.tensor
@@ -313,7 +299,7 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
     q_pointer = row_at(own_block.q, tiles.begin)
     dout_pointer = row_at(own_block.dout, tiles.begin)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_M):
-        m, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, BLOCK_M)
+        m, is_full = block_lists.listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, BLOCK_M)
         if META.BLOCK_SIZE_Q > 0:
             q_pointer = row_at(own_block.q, m)
             dout_pointer = row_at(own_block.dout, m)
@@ -322,13 +308,13 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
         dout0 = load_tile(dout_pointer, own_block.dout.offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         if args.saved.lse_ptr is None:
             first_statistic = own_block.first_statistic + m
-            statistics = load_row_statistics(args.statistics, first_statistic, len_q - m, BLOCK_M, IS_MASKED, META)
+            statistics = row_statistics.load_row_statistics(args.statistics, first_statistic, len_q - m, BLOCK_M, IS_MASKED, META)
         else:
             dout_of_v1 = dout0
             if META.V1 > 0:
                 dout_of_v1 = load_tile(dout_pointer, own_block.dout.offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-            lse_log2, delta = make_row_statistics(dout0, dout_of_v1, args.saved, None, own_block.queries, m, META)
-            statistics = RowStatistics(lse_log2=lse_log2, delta=delta, p_scale=tl.full([1], 1.0, tl.float32))
+            lse_log2, delta = row_statistics.make_row_statistics(dout0, dout_of_v1, args.saved, None, own_block.queries, m, META)
+            statistics = row_statistics.RowStatistics(lse_log2=lse_log2, delta=delta, p_scale=tl.full([1], 1.0, tl.float32))
         kq = tl.dot(block.k.first, tl.trans(q0), input_precision=META.PRECISION)  # S = K Q^T
         dp = tl.dot(block.v.first, tl.trans(dout0), input_precision=META.PRECISION)  # dP = V dO^T
         if META.QK1 > 0:
@@ -343,7 +329,7 @@ def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr,
             keep = tl.trans(dropout_keep(inputs, head.b, head.h, m, first_column, META))
         tile = ScoreTile(i=rows[None, :], j=j, keep=keep, is_full=is_full, large=own_block.large)
         MASK: tl.constexpr = "queries" if IS_MASKED else "none"
-        gradient = score_gradient(products, by_columns(statistics), tile, head, inputs, MODS, MASK, META)
+        gradient = score_gradient(products, row_statistics.by_columns(statistics), tile, head, inputs, MODS, MASK, META)
         p = gradient.p_dropped
         ds = gradient.dscore
         if META.IS_FP8:
@@ -415,7 +401,7 @@ def _cut_tiles(loops, part, META: tl.constexpr):
         return loops.rest
     else:
         begin = loops.first.begin if part == 0 else loops.rest.begin
-        return TileRange(begin=begin, end=loops.first.end if part == 0 else loops.rest.end, listed=begin)
+        return block_lists.TileRange(begin=begin, end=loops.first.end if part == 0 else loops.rest.end, listed=begin)
 
 
 @triton.jit
@@ -476,7 +462,7 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     large = load_large(statistics.large_ptr, statistics.large_lse_ptr, num_heads, lengths_q.num_tokens, start_q, META)
     for head_in_split in range(num_heads_of_split):
         h = first_head + head_in_split
-        first_statistic = statistics_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
+        first_statistic = row_statistics.statistics_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
         q_base = row_pointer(inputs.q, b, h, start_q, META)
         dout_base = row_pointer(args.dout, b, h, start_q, META)
         q_t, dout_t = None, None
@@ -486,7 +472,9 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
             dout_t = transposed_head(args.dout_t, b, h, place_q, META.IS_RAGGED_Q)
         own_block = _HeadRows(
             head=head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META),
-            queries=Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=lengths_q.num_tokens),
+            queries=row_statistics.Queries(
+                b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=lengths_q.num_tokens
+            ),
             q=HeadRows(base=q_base, step=q_step, offsets=q_offsets),
             dout=HeadRows(base=dout_base, step=dout_step, offsets=dout_offsets),
             first_statistic=first_statistic,
@@ -497,7 +485,7 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         # One loop has the queries that the right side of the band cuts (causal: the diagonal), and the queries that its left side
         # or the end cuts, because another loop would cost registers, which are scarce. A second loop has the queries that see all
         # keys. If there is no right side, the second loop is first: after a loop that may be skipped, ptxas serialises wgmma.
-        loops = query_loops(visible, args.lists, b, h, first_column, META)
+        loops = block_lists.query_loops(visible, args.lists, b, h, first_column, META)
         for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the loop with cut blocks
             first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1
             last_part = 1 + tl.cast(loops.rest.begin < loops.rest.end, tl.int32) if phase == 1 and META.BLOCK_SIZE_Q == 0 else 2

@@ -22,18 +22,7 @@ from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
-from flexattn.kernels_triton.sparse import tiles
-from flexattn.kernels_triton.sparse.block_forward import (
-    PairArguments,
-    block_at,
-    block_meta,
-    load_block,
-    load_part,
-    load_rows,
-    pair_arguments,
-    part_rows,
-    store_part,
-)
+from flexattn.kernels_triton.sparse import block_forward, tiles
 from flexattn.kernels_triton.sparse.inversion import Chunks, listed_rows
 from flexattn.kernels_triton.sparse.lists import has_no_queries, query_of_token, store_heads, write_zeros
 from flexattn.kernels_triton.sparse.weights import Weights
@@ -42,7 +31,7 @@ _PROGRAMS = 1024  # programs from which on the queries of a block are not shared
 
 
 class BackwardArguments(NamedTuple):
-    pairs: PairArguments
+    pairs: block_forward.PairArguments
     dout: Rows
     lse_ptr: Pointer
     delta_ptr: Pointer  # fp32 with lse's indices: sum(out * dout) - dlse
@@ -68,12 +57,12 @@ def _sparse_block_bwd_kernel(args: BackwardArguments, KV_BLOCK: tl.constexpr, HE
     V0: tl.constexpr = META.V0
     pairs = args.pairs
     inputs = pairs.inputs
-    block = block_at(tl.program_id(0), pairs, KV_BLOCK, QUERIES, META)
+    block = block_forward.block_at(tl.program_id(0), pairs, KV_BLOCK, QUERIES, META)
     unit, sequence = block.unit, block.sequence
     if unit.begin >= unit.end:
         return
-    k = load_block(inputs.k, block, KV_BLOCK, QK0, META.HEAD_DIM_QK, META)
-    v = load_block(inputs.v, block, KV_BLOCK, V0, META.HEAD_DIM_V, META)
+    k = block_forward.load_block(inputs.k, block, KV_BLOCK, QK0, META.HEAD_DIM_QK, META)
+    v = block_forward.load_block(inputs.v, block, KV_BLOCK, V0, META.HEAD_DIM_V, META)
     k_transposed = tl.trans(k)
     j = (block.first_key + tl.arange(0, KV_BLOCK))[:, None]
     head = head_of(inputs.scores, block.b, unit.h_kv, sequence.len_q, sequence.len_kv, block.shift, None, META)
@@ -83,8 +72,8 @@ def _sparse_block_bwd_kernel(args: BackwardArguments, KV_BLOCK: tl.constexpr, HE
     scale = inputs.scores.scale
     for first in tl.range(unit.begin, unit.end, QUERIES):
         listed = listed_rows(unit, first + row // HEADS, row % HEADS, inputs, pairs.chunk, pairs.listed, META)
-        q = load_rows(inputs.q, listed, QK0, META.HEAD_DIM_QK, META)
-        dout = load_rows(args.dout, listed, V0, META.HEAD_DIM_V, META)
+        q = block_forward.load_rows(inputs.q, listed, QK0, META.HEAD_DIM_QK, META)
+        dout = block_forward.load_rows(args.dout, listed, V0, META.HEAD_DIM_V, META)
         h = listed.h if META.IS_RAGGED_Q else listed.b * inputs.num_heads + listed.h
         statistic = h.to(tl.int64) * inputs.lengths_q.num_tokens + listed.row
         lse = tl.load(args.lse_ptr + statistic, mask=listed.is_row, other=float("inf"))
@@ -99,7 +88,7 @@ def _sparse_block_bwd_kernel(args: BackwardArguments, KV_BLOCK: tl.constexpr, HE
         dv = tl.dot(p.to(q.dtype), dout, dv)
         dk = tl.dot(ds, q, dk)
         dq = tl.trans(tl.dot(k_transposed, ds)) * scale
-        store_part(pairs, part_rows(listed, unit, pairs), listed, dq, META.HEAD_DIM_QK)
+        block_forward.store_part(pairs, block_forward.part_rows(listed, unit, pairs), listed, dq, META.HEAD_DIM_QK)
     lengths = inputs.lengths_kv
     all_keys = lengths.num_tokens * (1 if META.IS_RAGGED_KV else lengths.batch)
     first_key = sequence.start_kv if META.IS_RAGGED_KV else block.b * lengths.num_tokens
@@ -122,7 +111,7 @@ def _sparse_block_dq_kernel(args: BackwardArguments, META: tl.constexpr):
     query, row, is_query = query_of_token(pairs.chunk.first + local, h_kv, pairs.chunk.slots_ptr, inputs, pairs.lists, 1, META)
     dq = tl.zeros([HEADS, QK0], tl.float32)
     for first in tl.range(0, tl.where(is_query, pairs.listed.entries, 0), ENTRIES):
-        _, _, tile = load_part(pairs, local, h_kv, first, QK0, META.HEAD_DIM_QK, HEADS, META)
+        _, _, tile = block_forward.load_part(pairs, local, h_kv, first, QK0, META.HEAD_DIM_QK, HEADS, META)
         dq += tl.sum(tl.reshape(tile, [ENTRIES, HEADS, QK0]), 0)
     store_heads(args.dq, Parts(first=dq, second=dq), row, query, QK0, 0, META.HEAD_DIM_QK, META)
 
@@ -150,9 +139,9 @@ def block_backward(call: Backward, tile: Tile) -> None:
             (_sparse_block_bwd_kernel, tile, block_programs, constants),
             (_sparse_block_dq_kernel, dq_tile, listed.tokens * x.num_heads_kv, ()),
         ):
-            meta = block_meta(x, own, (call.dout, call.dq))
+            meta = block_forward.block_meta(x, own, (call.dout, call.dq))
             args = BackwardArguments(
-                pairs=pair_arguments(x, meta, chunk, listed, splits, parts),
+                pairs=block_forward.pair_arguments(x, meta, chunk, listed, splits, parts),
                 dout=rows(call.dout, meta),
                 lse_ptr=call.lse,
                 delta_ptr=weights.delta,

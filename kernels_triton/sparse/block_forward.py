@@ -29,17 +29,7 @@ from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
-from flexattn.kernels_triton.sparse import tiles
-from flexattn.kernels_triton.sparse.inversion import (
-    Chunks,
-    Listed,
-    ListedRows,
-    Unit,
-    listed_rows,
-    row_offsets,
-    unit_at,
-    units_of_token,
-)
+from flexattn.kernels_triton.sparse import inversion, tiles
 from flexattn.kernels_triton.sparse.lists import (
     KeyLists,
     has_no_queries,
@@ -60,7 +50,7 @@ class PairArguments(NamedTuple):
     inputs: Inputs
     lists: KeyLists
     chunk: Chunk
-    listed: Listed
+    listed: inversion.Listed
     splits: int  # programs that share the queries of a block
     parts_ptr: WidePointer  # [tokens of the chunk, key heads, entries, group, columns], in q's dtype
 
@@ -75,7 +65,7 @@ class ForwardArguments(NamedTuple):
 class Block(NamedTuple):
     """A program's share of the queries of a block of keys, inside a kernel."""
 
-    unit: Unit
+    unit: inversion.Unit
     split: tl.tensor
     b: tl.tensor
     first_key: tl.tensor  # position in its sequence
@@ -90,14 +80,14 @@ def block_at(pid, pairs: PairArguments, KV_BLOCK: tl.constexpr, QUERIES: tl.cons
     heads_kv = inputs.num_heads // inputs.group_size
     split = pid % pairs.splits
     number = pid // pairs.splits // heads_kv
-    unit = unit_at(number, pid // pairs.splits % heads_kv, pairs.listed)
+    unit = inversion.unit_at(number, pid // pairs.splits % heads_kv, pairs.listed)
     first, last = share_of_split(tl.cdiv(unit.end - unit.begin, QUERIES), split, pairs.splits)
     blocks = tl.cdiv(inputs.lengths_kv.max_seqlen, KV_BLOCK)
     b = number // blocks
     sequence = sequence_of(inputs.lengths_q, inputs.lengths_kv, b, META)
     end = tl.minimum(unit.begin + last * QUERIES, unit.end)
     return Block(
-        unit=Unit(order_ptr=unit.order_ptr, begin=unit.begin + first * QUERIES, end=end, h_kv=unit.h_kv),
+        unit=inversion.Unit(order_ptr=unit.order_ptr, begin=unit.begin + first * QUERIES, end=end, h_kv=unit.h_kv),
         split=split,
         b=b,
         first_key=number % blocks * KV_BLOCK,
@@ -116,16 +106,16 @@ def load_block(x, block: Block, KV_BLOCK: tl.constexpr, WIDTH: tl.constexpr, HEA
 
 
 @triton.jit
-def load_rows(x, listed: ListedRows, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr):
+def load_rows(x, listed: inversion.ListedRows, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, META: tl.constexpr):
     columns = tl.arange(0, WIDTH)[None, :]
     mask = listed.is_row[:, None]
     if WIDTH > HEAD_DIM:
         mask = mask & (columns < HEAD_DIM)
-    return tl.load(x.ptr + (row_offsets(x, listed, META)[:, None] + columns), mask=mask, other=0.0)
+    return tl.load(x.ptr + (inversion.row_offsets(x, listed, META)[:, None] + columns), mask=mask, other=0.0)
 
 
 @triton.jit
-def part_rows(listed: ListedRows, unit: Unit, pairs: PairArguments):
+def part_rows(listed: inversion.ListedRows, unit: inversion.Unit, pairs: PairArguments):
     # Returns the indices of rows in the partial results.
     group = pairs.inputs.group_size
     row = listed.local * (pairs.inputs.num_heads // group) + unit.h_kv
@@ -133,7 +123,7 @@ def part_rows(listed: ListedRows, unit: Unit, pairs: PairArguments):
 
 
 @triton.jit
-def store_part(pairs: PairArguments, index, listed: ListedRows, tile, HEAD_DIM: tl.constexpr):
+def store_part(pairs: PairArguments, index, listed: inversion.ListedRows, tile, HEAD_DIM: tl.constexpr):
     columns = tl.arange(0, tile.shape[1])[None, :]
     mask = listed.is_row[:, None]
     if tile.shape[1] > HEAD_DIM:
@@ -150,7 +140,7 @@ def load_part(
     row = tl.arange(0, META.BLOCK_N * HEADS)
     entry, in_group = first + row // HEADS, row % HEADS
     is_row = (entry < entries) & (in_group < group)
-    unit = tl.load(units_of_token(local, h_kv, pairs.listed) + entry, mask=is_row, other=pairs.listed.units)
+    unit = tl.load(inversion.units_of_token(local, h_kv, pairs.listed) + entry, mask=is_row, other=pairs.listed.units)
     is_row = is_row & (unit < pairs.listed.units)
     index = ((tl.cast(local, tl.int64) * (pairs.inputs.num_heads // group) + h_kv) * entries + entry) * group + in_group
     columns = tl.arange(0, WIDTH)[None, :]
@@ -177,7 +167,7 @@ def _sparse_block_fwd_kernel(args: ForwardArguments, KV_BLOCK: tl.constexpr, HEA
     head = head_of(inputs.scores, block.b, unit.h_kv, sequence.len_q, sequence.len_kv, block.shift, None, META)
     row = tl.arange(0, BLOCK_M)
     for first in tl.range(unit.begin, unit.end, QUERIES):
-        listed = listed_rows(unit, first + row // HEADS, row % HEADS, inputs, pairs.chunk, pairs.listed, META)
+        listed = inversion.listed_rows(unit, first + row // HEADS, row % HEADS, inputs, pairs.chunk, pairs.listed, META)
         q = load_rows(inputs.q, listed, META.QK0, META.HEAD_DIM_QK, META)
         qk = tl.dot(q, k)
         i = (listed.row - sequence.start_q)[:, None]
@@ -246,7 +236,9 @@ def block_meta(problem: Problem, tile: Tile, others: tuple[Tensor, ...]) -> Meta
     return x.meta(tile, others)._replace(QK0=qk, QK1=0, V0=v, V1=0)
 
 
-def pair_arguments(problem: Problem, meta: Meta, chunk: Chunk, listed: Listed, splits: int, parts: Tensor) -> PairArguments:
+def pair_arguments(
+    problem: Problem, meta: Meta, chunk: Chunk, listed: inversion.Listed, splits: int, parts: Tensor
+) -> PairArguments:
     x = problem
     return PairArguments(inputs=x.inputs(meta), lists=key_lists(x), chunk=chunk, listed=listed, splits=splits, parts_ptr=parts)
 
@@ -261,12 +253,12 @@ def block_forward(problem: Problem, out: Tensor, lse: Tensor, tile: Tile) -> Non
     assert x.kv_indices is not None
     pairs = x.num_heads * x.kv_indices.shape[-1]
     dim = x.v.shape[-1]
-    chunks = Chunks(x, pairs * (dim * x.q.element_size() + 4), by_block=True, is_sorted=True)
+    chunks = inversion.Chunks(x, pairs * (dim * x.q.element_size() + 4), by_block=True, is_sorted=True)
     parts = torch.empty(chunks.size * pairs * dim, dtype=x.q.dtype, device=x.device)
     part_lse = torch.empty(chunks.size * pairs, dtype=torch.float32, device=x.device)
     out_tile = tiles.pairs_tile(x)
 
-    def arguments(tile: Tile, chunk: Chunk, listed: Listed, splits: int) -> tuple[ForwardArguments, Any]:
+    def arguments(tile: Tile, chunk: Chunk, listed: inversion.Listed, splits: int) -> tuple[ForwardArguments, Any]:
         meta = block_meta(x, tile, (out,))
         return ForwardArguments(
             pairs=pair_arguments(x, meta, chunk, listed, splits, parts), part_lse_ptr=part_lse, out=rows(out, meta), lse_ptr=lse

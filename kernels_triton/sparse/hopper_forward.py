@@ -18,46 +18,35 @@ from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel
+from flexattn.kernels_triton.sparse import gathering
 from flexattn.kernels_triton.sparse.conditions import narrow_tile
-from flexattn.kernels_triton.sparse.gathering import (
-    Arguments,
-    Ring,
-    allocate_ring,
-    announce,
-    first_statistics,
-    gather_block,
-    item_at,
-    load_query,
-    score_product,
-    store_lse,
-    store_out,
-    visible_scores,
-)
 from flexattn.kernels_triton.sparse.hopper_launch import launch_items
 
 _ITEMS = gl.constexpr(2)  # items of a program
 
 
 @gluon.jit
-def _compute_partition(args: Arguments, ring: Ring, CONSUMER: gl.constexpr, KV_BLOCK: gl.constexpr, META: gl.constexpr):
+def _compute_partition(
+    args: gathering.Arguments, ring: gathering.Ring, CONSUMER: gl.constexpr, KV_BLOCK: gl.constexpr, META: gl.constexpr
+):
     DTYPE: gl.constexpr = ring.v.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     V0: gl.constexpr = META.V0
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    item = item_at(gl.program_id(0) * _ITEMS + CONSUMER, args, KV_BLOCK, META)
+    item = gathering.item_at(gl.program_id(0) * _ITEMS + CONSUMER, args, KV_BLOCK, META)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    row_max, row_sum = first_statistics(item, zeros, True, args, META)
+    row_max, row_sum = gathering.first_statistics(item, zeros, True, args, META)
     acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
     pipeline.wait_full(ring.q_full, Stage(0, 1))
     for n in range(item.num_blocks):
         stage = Stage(n, META.STAGES)
         slot = pipeline.index(stage)
         pipeline.wait_full(ring.full, stage)
-        s = score_product(ring, 0, slot, zeros, META)  # S = Q K^T
+        s = gathering.score_product(ring, 0, slot, zeros, META)  # S = Q K^T
         s = warpgroup_mma_wait(0, deps=[s])
-        s, factor = visible_scores(s, ring, slot, item, args, META)
+        s, factor = gathering.visible_scores(s, ring, slot, item, args, META)
         weights, row_max, row_sum, correction = softmax(s, row_max, row_sum, factor, 0, DTYPE, META)
         p = unpack_pairs(weights, ROWS, BLOCK_N, P, DTYPE)
         acc = rescaled(acc, correction, META)
@@ -67,34 +56,36 @@ def _compute_partition(args: Arguments, ring: Ring, CONSUMER: gl.constexpr, KV_B
         pipeline.release(ring.empty, stage)
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     row_sum_or_1 = gl.where(total == 0.0, 1.0, total)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
-    store_lse(row_max, row_sum_or_1, item, args, META)
-    store_out(acc * gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None], 0, item, args, META)
+    gathering.store_lse(row_max, row_sum_or_1, item, args, META)
+    gathering.store_out(acc * gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None], 0, item, args, META)
 
 
 @gluon.jit
-def _load_partition(args: Arguments, ring: Ring, CONSUMER: gl.constexpr, KV_BLOCK: gl.constexpr, META: gl.constexpr):
+def _load_partition(
+    args: gathering.Arguments, ring: gathering.Ring, CONSUMER: gl.constexpr, KV_BLOCK: gl.constexpr, META: gl.constexpr
+):
     # With several stages, a block is announced after the copies of the next one are issued.
-    item = item_at(gl.program_id(0) * _ITEMS + CONSUMER, args, KV_BLOCK, META)
-    load_query(ring, item, 2, CONSUMER, args, META)
+    item = gathering.item_at(gl.program_id(0) * _ITEMS + CONSUMER, args, KV_BLOCK, META)
+    gathering.load_query(ring, item, 2, CONSUMER, args, META)
     for n in range(item.num_blocks):
-        gather_block(n, ring, item, False, args, KV_BLOCK, META)
+        gathering.gather_block(n, ring, item, False, args, KV_BLOCK, META)
         if META.STAGES > 1:
             async_copy.wait_group(1)
-            announce(ring, gl.maximum(n - 1, 0), n > 0, CONSUMER, META)
+            gathering.announce(ring, gl.maximum(n - 1, 0), n > 0, CONSUMER, META)
         else:
             async_copy.wait_group(0)
-            announce(ring, n, True, CONSUMER, META)
+            gathering.announce(ring, n, True, CONSUMER, META)
     if META.STAGES > 1:
         async_copy.wait_group(0)
-        announce(ring, gl.maximum(item.num_blocks - 1, 0), item.num_blocks > 0, CONSUMER, META)
+        gathering.announce(ring, gl.maximum(item.num_blocks - 1, 0), item.num_blocks > 0, CONSUMER, META)
 
 
 @hopper_kernel
-def _sparse_fwd_hopper_kernel(args: Arguments, KV_BLOCK: gl.constexpr, META: gl.constexpr):
+def _sparse_fwd_hopper_kernel(args: gathering.Arguments, KV_BLOCK: gl.constexpr, META: gl.constexpr):
     DTYPE: gl.constexpr = args.inputs.k.ptr.dtype.element_ty
     REGISTERS: gl.constexpr = META.REGISTERS
-    first = allocate_ring(DTYPE, False, 1, 1, META)
-    second = allocate_ring(DTYPE, False, 1, 1, META)
+    first = gathering.allocate_ring(DTYPE, False, 1, 1, META)
+    second = gathering.allocate_ring(DTYPE, False, 1, 1, META)
     gl.warp_specialize(
         [
             (_compute_partition, (args, first, 0, KV_BLOCK, META)),

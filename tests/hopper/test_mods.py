@@ -21,6 +21,7 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FUSED
 from flexattn.kernels_triton.gluon import conditions as gluon_conditions
@@ -325,9 +326,9 @@ def test_only_dense_calls_with_a_block_mask_have_a_last_section() -> None:
     _, spec, x = make_case("cpu", blocks_of("causal", 256, 256, 1, "cpu"), lengths_q=[256], num_heads=HEADS, num_heads_kv=2)
     dense = triton_backend.to_problem(spec, x)
     processors = num_processors(dense.device)
-    assert last_section(dense, 64, processors, 1) == 64 - work_order.LAST_WAVES
+    assert last_section(dense, 64, processors, 1) == 64 - crossovers.LAST_WAVES
     assert last_section(dense, 64, processors, 5) is None
-    assert last_section(dense, 64, 1, 1) == 64 - work_order.LAST_WAVES * processors
+    assert last_section(dense, 64, 1, 1) == 64 - crossovers.LAST_WAVES * processors
     assert last_section(dense, 2, 1, 1) == 0
     for other in ({"block_mask": None}, {"seqused_kv": torch.tensor([200], dtype=torch.int32)}):
         assert last_section(dataclasses.replace(dense, **other), 64, processors, 1) is None

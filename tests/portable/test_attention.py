@@ -10,7 +10,7 @@ import torch
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import FP32_GRADIENTS, Gradients, Results, Window, as_bshd
-from flexattn.kernels_triton.common import problem
+from flexattn.kernels_triton.common import tiles
 from flexattn.kernels_triton.common.preprocess import new_statistics, row_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.portable import backward as backward_kernels
@@ -341,7 +341,7 @@ def test_dout_expanded_from_a_scalar(device: str) -> None:
 @pytest.mark.parametrize("tile", [Tile(16, 64, 4, 1), Tile(64, 16, 4, 1), Tile(128, 32, 4, 2), Tile(32, 128, 4, 2)], ids=str)
 @pytest.mark.sample
 def test_any_tile(tile: Tile, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "select_tile", lambda *_, **__: tile)
+    monkeypatch.setattr(tiles, "select_tile", lambda *_, **__: tile)
     call = {
         "attn_mask_type": "padding_causal_bottom_right",
         "window_size": (60, 0),
