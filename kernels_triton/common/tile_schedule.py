@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows
 from flexattn.kernels_triton.common.padding import load_padding, store_zeros
-from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.problem import Backward, Problem, rows
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tiles import cdiv, split_head_dim
 from flexattn.kernels_triton.runtime.device import Tile
@@ -181,3 +181,12 @@ def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: T
         WIDE_STRIDES=meta.WIDE_STRIDES,
     )
     launch(_padding_kernel, programs * cdiv(heads, program_heads), problem.device, _TILE, (args, padding_meta))
+
+
+def zero_padding_of_gradients(call: Backward) -> None:
+    """Writes zeros into the gradients' rows without a token."""
+    x = call.problem
+    if x.has_lengths:
+        zero_padding(x, call.dq, "q")
+        zero_padding(x, call.dk, "kv")
+        zero_padding(x, call.dv, "kv")

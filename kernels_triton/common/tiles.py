@@ -567,16 +567,11 @@ HOPPER_WIDE = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlackwellTile:
-    """A tile of the Gluon forward of sm_100, not measured; its fields are those of `HopperTile`."""
+class BlackwellTile(HopperTile):
+    """A tile of the Gluon forward of sm_100, not measured."""
 
-    head_dim_qk: int
-    head_dim_v: int
     block_m: int = 256  # 128 for each consumer warpgroup
-    block_n: int
-    num_stages: int
     registers: int = 224
-    q_stages: int = 1
     out_parts: int = 2
     pingpong: bool = False  # products are issued in turn
     is_lazy: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads, split_head_dim
+from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads, split_head_dim
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, rows_of_a_copy, tiles_and_room
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Descriptors, ForwardMeta, Results, Steps
@@ -34,7 +34,7 @@ def launch_forward(
     kernel: Any,
     problem: Problem,
     outputs: Outputs,
-    tile: HopperTile | BlackwellTile,
+    tile: HopperTile,
     rows: int,
     group: int | None = None,
     splits: int | None = None,
@@ -96,7 +96,7 @@ def launch_forward(
         zero_padding(x, out, "q", lse)
 
 
-def _whole_blocks_of_window(problem: Problem, tile: ForwardTile, queries: int) -> float:
+def _whole_blocks_of_window(problem: Problem, tile: HopperTile, queries: int) -> float:
     """Returns the maximum number of key blocks that all queries of a consumer see completely."""
     x = problem
     if x.window_left is None or x.window_right is None:
@@ -104,42 +104,8 @@ def _whole_blocks_of_window(problem: Problem, tile: ForwardTile, queries: int) -
     return (x.window_left + x.window_right + 2 - queries) // tile.block_n
 
 
-class ForwardTile(Protocol):
-    """Fields of a tile that every forward is compiled for, as in `HopperTile`."""
-
-    @property
-    def head_dim_qk(self) -> int: ...
-
-    @property
-    def head_dim_v(self) -> int: ...
-
-    @property
-    def block_m(self) -> int: ...
-
-    @property
-    def block_n(self) -> int: ...
-
-    @property
-    def num_stages(self) -> int: ...
-
-    @property
-    def q_stages(self) -> int: ...
-
-    @property
-    def registers(self) -> int: ...
-
-    @property
-    def pingpong(self) -> bool: ...
-
-    @property
-    def is_lazy(self) -> bool: ...
-
-    @property
-    def out_parts(self) -> int: ...
-
-
 def forward_meta(
-    problem: Problem, tile: ForwardTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
+    problem: Problem, tile: HopperTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
 ) -> Any:
     """Returns the `ForwardMeta` of a kernel whose consumers have `rows` rows each, of `group` heads."""
     x = problem

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 from flexattn.kernels_triton.gluon.conditions import KEYS
@@ -124,7 +124,4 @@ def finish_fused(call: Backward, launched: FusedLaunch) -> None:
     x = call.problem
     if launched.dq_sums is not None:
         convert_dq(x, launched.dq_sums, launched.tiles_of_statistics, launched.tile.block_m, call.dq)
-    if x.has_lengths:
-        zero_padding(x, call.dq, "q")
-        zero_padding(x, call.dk, "kv")
-        zero_padding(x, call.dv, "kv")
+    zero_padding_of_gradients(call)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
 from flexattn.kernels_triton.common.tiles import HopperFused192Tile, split_head_dim
 from flexattn.kernels_triton.gluon.backward_blocks import key_block_of_program
 from flexattn.kernels_triton.gluon.conditions import KEYS
@@ -119,7 +119,4 @@ def fused_192_backward(call: Backward, tile: HopperFused192Tile | None = None) -
     launch(_attn_bwd_fused_192_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
     add_parts(call, call_in_parts, parts)
     convert_dq(x, dq_sums, tiled.tiles, size, dq)
-    if x.has_lengths:
-        zero_padding(x, dq, "q")
-        zero_padding(x, call.dk, "kv")
-        zero_padding(x, call.dv, "kv")
+    zero_padding_of_gradients(call)

@@ -19,7 +19,7 @@ from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
@@ -354,7 +354,7 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 
 def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     """Launches the FP8 two-kernel backward of a call that is not `unsupported`; for the arguments see `fp8_fused_backward`."""
-    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
+    x, dout, dq = call.problem, call.dout, call.dq
     tile = tile or tile_of(x)
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m
     constants = partial(backward_meta, x, widths=widths, v0=v0, statistics=size)
@@ -413,7 +413,4 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     dkdv_tile = Tile(size, tile.keys, 4, 2)
     launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, dkdv_tile, (dkdv_arguments, x.mods, dkdv_meta))
     add_parts(call, call_in_parts, parts)
-    if x.has_lengths:
-        zero_padding(x, dq, "q")
-        zero_padding(x, dk, "kv")
-        zero_padding(x, dv, "kv")
+    zero_padding_of_gradients(call)

@@ -9,7 +9,7 @@ both forms, and the 16-bit form equals the dequantised FP8 form.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,6 +20,7 @@ from flexattn.kernels_triton.common.crossovers import fastest_tile
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.tiles import HopperFusedTile
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block
 from flexattn.kernels_triton.gluon.block_ranges import query_block
@@ -42,21 +43,12 @@ from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8FusedTile:
+class Fp8FusedTile(HopperFusedTile):
     """A tile of the FP8 fused backward on sm_90. It serves head dims up to `head_dim`, of q and k and of v."""
 
-    head_dim: int
-    queries: int  # queries of an iteration, of a tile of statistics and of a tile of dq
-    dq_stages: int  # stages of dq in shared memory
-    is_persistent: bool = False  # see `HopperFusedTile`
-
-    # The order of an iteration's products, see `HopperFusedTile`
-    dp_first: ClassVar[bool] = True
-    is_ahead: ClassVar[bool] = True
-    pingpong: ClassVar[bool] = True
-    dv_with_dk: ClassVar[bool] = False
-    dout_apart: ClassVar[bool] = False
-    converts: ClassVar[bool] = False
+    dp_first: bool = True
+    is_ahead: bool = True
+    pingpong: bool = True
 
 
 FP8_FUSED = {

@@ -8,7 +8,7 @@ product of each key block with v has its own accumulator, and the multiply-add t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -21,7 +21,7 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import split_head_dim
+from flexattn.kernels_triton.common.tiles import HopperTile, split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
@@ -52,22 +52,11 @@ _COPIES = gl.constexpr(FROM_3_9)  # whether each product gets a copy of its oper
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Tile:
-    """A tile of the FP8 forward on sm_90, like `HopperTile`."""
+class Fp8Tile(HopperTile):
+    """A tile of the FP8 forward on sm_90."""
 
-    head_dim_qk: int
-    head_dim_v: int
-    block_m: int  # 64 for each consumer warpgroup
-    block_n: int
-    num_stages: int  # stages of k and of v in shared memory
-    q_stages: int
-    registers: int  # registers of a consumer's thread
     parts: int  # parts in which v is summed, because registers are scarce
-
-    # See `HopperTile`
-    pingpong: ClassVar[bool] = False
-    is_lazy: ClassVar[bool] = False
-    out_parts: ClassVar[int] = 1
+    pingpong: bool = False
 
 
 FP8_FORWARD = (

@@ -22,7 +22,7 @@ from flexattn.kernels_triton.common.preprocess import Tiled, tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.scores import logits, through_mods
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
@@ -360,14 +360,6 @@ def launch_key_blocks(call: Backward, tile: MmaBackwardTile, tiled: Tiled) -> No
     )
     launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.q_stages)
     launch(_attn_bwd_mma_kernel, programs, x.device, launch_tile, (arguments, x.mods, meta))
-
-
-def zero_padding_of_gradients(call: Backward) -> None:
-    x = call.problem
-    if x.has_lengths:
-        zero_padding(x, call.dq, "q")
-        zero_padding(x, call.dk, "kv")
-        zero_padding(x, call.dv, "kv")
 
 
 def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:

@@ -21,6 +21,7 @@ from flexattn.kernels_triton.common.preprocess import Tiled, tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.scores import logits, through_mods
+from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon import backward_blocks
 from flexattn.kernels_triton.gluon.block_ranges import key_block
@@ -29,7 +30,7 @@ from flexattn.kernels_triton.gluon.masking import apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import allocate_parts, product_layout
-from flexattn.kernels_triton.mma.backward import arguments_of_backward, launch_key_blocks, zero_padding_of_gradients
+from flexattn.kernels_triton.mma.backward import arguments_of_backward, launch_key_blocks
 from flexattn.kernels_triton.mma.copies import copy_block
 from flexattn.kernels_triton.mma.dropout import kept
 from flexattn.kernels_triton.mma.products import Destination, add_product, at, product_of_rows, store_part, zeros_of_part
