@@ -206,24 +206,14 @@ def check_floor(lse: Tensor, floor: float, text: str) -> None:
     check(lse.contiguous(), floor, text)
 
 
-def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def forward(spec: AttentionSpec, x: Operands, latent_rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs a forward. latent_rows: with lists of keys, the keys and values as rows of bytes in k's layout."""
     from flexattn.kernels_triton.families import choose
 
     results = empty_outputs(spec, x)
     call = _forward_call(spec, x, results)
-    choice = choose(call, policy_of(spec))
-    choice.family.run(call, choice.tile)
-    return results
-
-
-def latent_forward(spec: AttentionSpec, x: Operands, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward of a call with lists of keys, whose keys and values are rows of bytes (`latent_rows`) in k's layout."""
-    from flexattn.kernels_triton.families import choose
-
-    results = empty_outputs(spec, x)
-    call = _forward_call(spec, x, results)
-    problem = replace(call.problem, latent_rows=as_bshd(rows, spec.kv_format))
-    call = call._replace(problem=problem)
+    if latent_rows is not None:
+        call = call._replace(problem=replace(call.problem, latent_rows=as_bshd(latent_rows, spec.kv_format)))
     choice = choose(call, policy_of(spec))
     choice.family.run(call, choice.tile)
     return results

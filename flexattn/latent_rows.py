@@ -126,7 +126,7 @@ def latent_attention(
         if module is triton_backend:
             if spec.capability is not None and spec.capability < (8, 9):
                 raise BackendError("rows of latents in E4M3 need compute capability 8.9; use backend='eager'")
-            results = triton_backend.latent_forward(spec, x, rows)
+            results = triton_backend.forward(spec, x, rows)
         elif module is eager_backend:
             results = eager_backend.forward(*_unpacked(spec, x, rows))
         else:

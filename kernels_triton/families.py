@@ -188,8 +188,6 @@ def _with_dout(call: Backward) -> Backward:
         cu_seqlens=x.cu_seqlens_q,
         cu_seqlens_padded=x.cu_seqlens_q_padded,
         max_seqlen=x.max_seqlen_q,
-        scale=None,
-        history=None,
         sizes=(sizes[0], sizes[1], sizes[2]),
     )
     (descale,), _ = quantize([source], x.scale_rows, 0)

@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
-import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, Program, decode_graph, make_program, op_name
 from flexattn.mods import bands
-from flexattn.mods.bands import Fact, Fill, Masks, copy_into
+from flexattn.mods.bands import Fact, Fill, Masks
 from flexattn.mods.derivative import derive
 from flexattn.mods.same import is_same, is_same_gradient, softcap_of
 
@@ -65,7 +64,10 @@ def join(
                 name, n = f"{capture.name}_{n}", n + 1
             used_names.add(name)
             names[capture.name] = name
-        by_role[role] = _renamed(cast(Graph, decode_graph(json.loads(text))), names)
+        graph = by_role[role] = cast(Graph, decode_graph(json.loads(text)))
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                node.target = names.get(node.target, node.target)
         captures += [capture._replace(name=names[capture.name]) for capture in graph_captures]
     named = list(zip(captures, facts, strict=True))
     same = {capture.name: captures[fact.same_as].name for capture, fact in named if fact.same_as >= 0}
@@ -165,20 +167,6 @@ def _listed(gradient: Graph) -> Graph:
     output = next(node for node in gradient.nodes if node.op == "output")
     output.args = ([output.args[0]],)
     return gradient
-
-
-def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Returns a copy with other names of inputs."""
-    new = Graph()
-    copies: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            new.output(torch.fx.node.map_arg(node.args[0], copies.__getitem__))
-        else:
-            copy_into(new, node, copies)
-            if node.op == "placeholder":
-                copies[node].target = names.get(node.target, node.target)
-    return new
 
 
 def _is_always_true(graph: Graph) -> bool:

@@ -339,12 +339,12 @@ class Source(NamedTuple):
 
     x: Tensor  # [b, s, h, d] or [total, h, d] with any strides but a contiguous last dim
     data: Tensor  # FP8, the same shape
-    cu_seqlens: Tensor | None
-    cu_seqlens_padded: Tensor | None
-    max_seqlen: int
-    scale: Tensor | None  # fp32 [h | 1]; None: computed from the amax
-    history: Tensor | None  # fp32 [n, h | 1], contiguous: its first row becomes the maximum of itself and the amax
-    sizes: tuple[int, int, int]  # [b | 1, h | 1, blocks | 1]: the shape of the scales
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_padded: Tensor | None = None
+    max_seqlen: int = 0
+    scale: Tensor | None = None  # fp32 [h | 1]; None: computed from the amax
+    history: Tensor | None = None  # fp32 [n, h | 1], contiguous: its first row becomes the maximum of itself and the amax
+    sizes: tuple[int, int, int] = (1, 1, 1)  # [b | 1, h | 1, blocks | 1]: the shape of the scales
     rotation: bool = False
 
     @property
@@ -387,13 +387,15 @@ class Source(NamedTuple):
             num_items=self.items(meta),
         )
 
-    def meta(self, block_rows: int, tiles: int) -> _Meta:
+    def meta(self, block_rows: int, tiles: int, tile_rows: int | None = None) -> _Meta:
+        """Returns the constants. block_rows: of a block with a scale, or 0. tiles: of a program. tile_rows: None: the default."""
         x, data, head_dim = self.x, self.data, self.x.shape[-1]
         strides = [
             (0 if size == 1 else stride) for t in (x, data) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
         ]
         widths = _widths(head_dim, self.rotation)
-        tile_rows = 64 if self.rotation or block_rows else max(32, _ELEMENTS // triton.next_power_of_2(head_dim))
+        if tile_rows is None:
+            tile_rows = 64 if self.rotation or block_rows else max(32, _ELEMENTS // triton.next_power_of_2(head_dim))
         return _Meta(
             IS_RAGGED=x.dim() == 3,
             HAS_GAPS=self.cu_seqlens_padded is not None,
@@ -528,23 +530,8 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     Both are contiguous, with the same head dim and dtype.
     """
     head_dim = dq.shape[-1]
-    w0, w1, w2, w3 = _widths(head_dim, True)
-    meta = _Meta(
-        IS_RAGGED=False,
-        HAS_GAPS=False,
-        ALIGN=8,
-        WIDE_STRIDES=False,
-        HEAD_DIM=head_dim,
-        W0=w0,
-        W1=w1,
-        W2=w2,
-        W3=w3,
-        ROWS=64,
-        ITEM_ROWS=_ROTATED_ROWS,
-        BY_BLOCK=False,
-        ROTATION=head_dim & -head_dim,
-    )
     out_q, out_k = torch.empty_like(dq), torch.empty_like(dk)
+    meta = Source(x=dq, data=out_q, rotation=True).meta(0, 1)._replace(IS_RAGGED=False, ALIGN=8, WIDE_STRIDES=False)
     rows_q, rows_k = dq.numel() // head_dim, dk.numel() // head_dim
     programs_q, programs_k = (triton.cdiv(count, _ROTATED_ROWS) for count in (rows_q, rows_k))
     args = UnrotateArguments(
@@ -606,40 +593,13 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
     Every row begins at a multiple of 16 bytes, and so does every sequence within its row, at its `transposed_column`. Zeros fill a
     sequence's last 16 bytes. Gaps after that are not written.
     """
-    ragged = x.dim() == 3
-    batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
+    source = Source(x, x, cu_seqlens, cu_seqlens_padded, max_seqlen)
+    meta, batch = source.meta(0, 1, _COLUMNS.block_m), source.batch
     tokens, heads, head_dim = x.shape[-3:]
-    columns = triton.cdiv(tokens + (16 * batch if ragged else 0), 16) * 16
-    out = x.new_empty((*(() if ragged else (batch,)), heads, head_dim, columns))
-    strides = [(0 if size == 1 else stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    align = 16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1
-    w0, w1, w2, w3 = _widths(head_dim, False)
-    meta = _Meta(
-        IS_RAGGED=ragged,
-        HAS_GAPS=cu_seqlens_padded is not None,
-        ALIGN=align,
-        WIDE_STRIDES=abs(x.stride(-3)) * _COLUMNS.block_m >= 2**31,
-        HEAD_DIM=head_dim,
-        W0=w0,
-        W1=w1,
-        W2=w2,
-        W3=w3,
-        ROWS=_COLUMNS.block_m,
-        ITEM_ROWS=_COLUMNS.block_m,
-        BY_BLOCK=False,
-        ROTATION=0,
-    )
-    longest = max(1, max_seqlen if ragged else tokens)
-    lengths = Lengths(
-        cu_seqlens_ptr=cu_seqlens,
-        cu_seqlens_padded_ptr=cu_seqlens_padded,
-        seqused_ptr=None,
-        batch=batch,
-        num_tokens=tokens,
-        max_seqlen=longest,
-    )
-    args = TransposeArguments(x=rows(x, meta), lengths=lengths, num_heads=heads, out=_channels(out))
-    programs = triton.cdiv(longest, _COLUMNS.block_m) * heads * batch
+    columns = triton.cdiv(tokens + (16 * batch if meta.IS_RAGGED else 0), 16) * 16
+    out = x.new_empty((*(() if meta.IS_RAGGED else (batch,)), heads, head_dim, columns))
+    args = TransposeArguments(x=rows(x, meta), lengths=source.lengths, num_heads=heads, out=_channels(out))
+    programs = triton.cdiv(source.longest, _COLUMNS.block_m) * heads * batch
     launch(_transpose_kernel, programs, x.device, _COLUMNS, (args, meta))
     return out
 
