@@ -16,19 +16,8 @@ import cudnn
 import torch
 from torch import Tensor
 
+from flexattn.kernels_cudnn import graphs
 from flexattn.kernels_cudnn.execute import execute, host_scalar
-from flexattn.kernels_cudnn.graphs import (
-    FIRST_INPUT,
-    Fp8,
-    ModInput,
-    Sdpa,
-    Strides,
-    Uid,
-    frame_layout,
-    frame_numbers,
-    frame_uids,
-    is_in_memory,
-)
 from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, queries_with_keys, sides
 from flexattn.kernels_cudnn.mod_nodes import BLIND
 from flexattn.kernels_cudnn.plans import PLANS
@@ -52,7 +41,7 @@ KEY_TILE = 128  # keys in a tile of cuDNN's backward. If the last tile is not fu
 class Call(NamedTuple):
     """A problem that is ready to run: the description of its plan, the plan's buffers, and the steps after the plan."""
 
-    sdpa: Sdpa
+    sdpa: graphs.Sdpa
     buffers: dict[int, Tensor]
     finish: Callable[[], None]
 
@@ -121,17 +110,17 @@ def forward_call(
     unread_kv = padding.kv if padding.is_read else None
     q, k, v = _readable(x, x.q, unread_q), _readable(x, x.k, unread_kv), _readable(x, x.v, unread_kv)
     written, stats = _writable(x, out), _statistics(x, lse)
-    buffers: dict[int, Tensor] = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: written, **(numbers or {})}
+    buffers: dict[int, Tensor] = {graphs.Uid.Q: q, graphs.Uid.K: k, graphs.Uid.V: v, graphs.Uid.OUT: written, **(numbers or {})}
     if max_logit is None:
-        buffers[Uid.STATS] = stats
+        buffers[graphs.Uid.STATS] = stats
     else:
-        buffers |= {Uid.MAX: stats, Uid.SUM_EXP: torch.empty_like(stats)}
+        buffers |= {graphs.Uid.MAX: stats, graphs.Uid.SUM_EXP: torch.empty_like(stats)}
     sdpa = _describe(x, "forward", buffers, side_q, side_kv)._replace(wants_max=max_logit is not None)
 
     def finish() -> None:
         token_lse, token_stats = _by_token(lse), stats if x.is_ragged else _by_token(stats)
         if max_logit is not None:
-            sums = buffers[Uid.SUM_EXP]
+            sums = buffers[graphs.Uid.SUM_EXP]
             _hide(x, token_stats, padding.blind, NEG_INF)
             if x.mods is not None:
                 token_stats.masked_fill_(token_stats < BLIND, NEG_INF)
@@ -168,25 +157,27 @@ def backward_call(
     if dout.stride() != out.stride() and not x.is_fp8:  # one plan then serves dout in any strides.
         dout = torch.empty_like(out).copy_(dout)
     buffers: dict[int, Tensor] = {
-        Uid.Q: _readable(x, q, unread_q),
-        Uid.K: _readable(x, k, unread_kv),
-        Uid.V: _readable(x, v, unread_kv),
-        Uid.OUT: out,
-        Uid.DOUT: dout,
-        Uid.STATS: _readable_statistics(x, lse, padding.blind),
+        graphs.Uid.Q: _readable(x, q, unread_q),
+        graphs.Uid.K: _readable(x, k, unread_kv),
+        graphs.Uid.V: _readable(x, v, unread_kv),
+        graphs.Uid.OUT: out,
+        graphs.Uid.DOUT: dout,
+        graphs.Uid.STATS: _readable_statistics(x, lse, padding.blind),
         **(numbers or {}),
     }
-    targets: dict[int, Tensor] = {Uid.DQ: dq, Uid.DK: dk, Uid.DV: dv}
+    targets: dict[int, Tensor] = {graphs.Uid.DQ: dq, graphs.Uid.DK: dk, graphs.Uid.DV: dv}
     written = {uid: _writable(x, target) for uid, target in targets.items()}
     buffers |= written
     if dbias is not None:
-        targets[Uid.DBIAS] = dbias
+        targets[graphs.Uid.DBIAS] = dbias
         # cuDNN writes this gradient only as a compact tensor in the dtype of q.
-        written[Uid.DBIAS] = buffers[Uid.DBIAS] = torch.empty_like(dbias, dtype=x.q.dtype, memory_format=torch.contiguous_format)
+        written[graphs.Uid.DBIAS] = buffers[graphs.Uid.DBIAS] = torch.empty_like(
+            dbias, dtype=x.q.dtype, memory_format=torch.contiguous_format
+        )
     if dsoftmax_offset is not None:
-        buffers[Uid.DSINK] = dsoftmax_offset
+        buffers[graphs.Uid.DSINK] = dsoftmax_offset
     elif x.has_sink:
-        buffers[Uid.DSINK] = torch.empty(x.num_heads, dtype=torch.float32, device=dq.device)
+        buffers[graphs.Uid.DSINK] = torch.empty(x.num_heads, dtype=torch.float32, device=dq.device)
     sdpa = _describe(x, "backward", buffers, side_q, side_kv)
 
     def finish() -> None:
@@ -206,44 +197,44 @@ def run(call: Call, device: torch.device, directory: str | None) -> None:
     call.finish()
 
 
-def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Side, side_kv: Side) -> Sdpa:
+def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Side, side_kv: Side) -> graphs.Sdpa:
     """Returns the description of the plan for these tensors. Adds the buffers of the steps from scores to weights to `buffers`."""
     batch, len_q, len_kv = x.sizes
     is_backward = direction == "backward"
     if x.is_fp8:  # the FP8 kernel does not end if a tile of queries sees no key (cudnn-frontend issue 1009).
         side_q = queries_with_keys(side_q, side_kv)
     has_lengths = side_q.lengths is not None
-    buffers[Uid.SCALE] = host_scalar(x.softmax_scale)
+    buffers[graphs.Uid.SCALE] = host_scalar(x.softmax_scale)
     if has_lengths:
-        buffers |= {Uid.LENGTHS_Q: side_q.known_lengths, Uid.LENGTHS_KV: side_kv.known_lengths}
+        buffers |= {graphs.Uid.LENGTHS_Q: side_q.known_lengths, graphs.Uid.LENGTHS_KV: side_kv.known_lengths}
     bias = None
     if x.bias is not None:
         bias = x.bias if has_alignment(x.bias) else empty_aligned_rows(x.bias, x.bias.dtype).copy_(x.bias)
-        buffers[Uid.BIAS] = bias
+        buffers[graphs.Uid.BIAS] = bias
     if x.has_sink:
-        buffers[Uid.SINK] = _sink(x)
+        buffers[graphs.Uid.SINK] = _sink(x)
     if x.dropout_p:
         assert x.rng_state is not None
         state = x.rng_state[:, None].repeat(1, 2)  # each number gets a row of 16 bytes, because cuDNN needs aligned pointers.
-        buffers |= {Uid.SEED: state[0], Uid.OFFSET: state[1]}
+        buffers |= {graphs.Uid.SEED: state[0], graphs.Uid.OFFSET: state[1]}
     for i, tensor in enumerate(x.mod_inputs):
-        buffers[FIRST_INPUT + i] = tensor.reshape(1, 1, 1, 1) if _is_host(tensor) else tensor
-    strides: dict[Uid, Strides] = {}
-    token_sides = dict.fromkeys((Uid.Q, Uid.OUT, Uid.DOUT, Uid.DQ), (side_q, len_q))
-    token_sides |= dict.fromkeys((Uid.K, Uid.V, Uid.DK, Uid.DV), (side_kv, len_kv))
-    starts: dict[Uid, tuple[Side, int]] = {}
+        buffers[graphs.FIRST_INPUT + i] = tensor.reshape(1, 1, 1, 1) if _is_host(tensor) else tensor
+    strides: dict[graphs.Uid, graphs.Strides] = {}
+    token_sides = dict.fromkeys((graphs.Uid.Q, graphs.Uid.OUT, graphs.Uid.DOUT, graphs.Uid.DQ), (side_q, len_q))
+    token_sides |= dict.fromkeys((graphs.Uid.K, graphs.Uid.V, graphs.Uid.DK, graphs.Uid.DV), (side_kv, len_kv))
+    starts: dict[graphs.Uid, tuple[Side, int]] = {}
     for uid, (side, length) in token_sides.items():
         if uid in buffers:
             strides[uid] = token_strides(buffers[uid], length, x.is_ragged)
-            starts[Uid[f"STARTS_{uid.name}"]] = (side, _unit_stride(buffers[uid]))
-    starts[Uid.STARTS_STATS] = (side_q, x.num_heads if side_q.is_packed else x.num_heads * side_q.tokens)
+            starts[graphs.Uid[f"STARTS_{uid.name}"]] = (side, _unit_stride(buffers[uid]))
+    starts[graphs.Uid.STARTS_STATS] = (side_q, x.num_heads if side_q.is_packed else x.num_heads * side_q.tokens)
     if x.is_ragged:
         for side in {id(side): side for side, _ in starts.values()}.values():
             unit_strides = [(uid, step) for uid, (other, step) in starts.items() if other is side]
             steps = tuple(dict.fromkeys(step for _, step in unit_strides))
             rows = dict(zip(steps, side.offsets(steps), strict=True))
             buffers |= {uid: rows[step] for uid, step in unit_strides}
-    sdpa = Sdpa(
+    sdpa = graphs.Sdpa(
         direction=direction,
         dtype=x.q.dtype,
         batch=batch,
@@ -263,32 +254,32 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
         bias_shape=None if bias is None else _four_dims(bias),
         bias_strides=None if bias is None else bias_strides(bias),
         bias_dtype=None if bias is None else bias.dtype,
-        has_dbias=Uid.DBIAS in buffers,
+        has_dbias=graphs.Uid.DBIAS in buffers,
         has_sink=x.has_sink,
         dropout_p=x.dropout_p,
         mods=x.mods,
         mod_inputs=tuple(_mod_input(tensor) for tensor in x.mod_inputs),
         fp8=_fp8_dtypes(buffers) if x.is_fp8 else None,
-        strides_q=strides[Uid.Q],
-        strides_k=strides[Uid.K],
-        strides_v=strides[Uid.V],
-        strides_out=strides[Uid.OUT],
-        strides_dout=strides.get(Uid.DOUT),
-        strides_dq=strides.get(Uid.DQ),
-        strides_dk=strides.get(Uid.DK),
-        strides_dv=strides.get(Uid.DV),
+        strides_q=strides[graphs.Uid.Q],
+        strides_k=strides[graphs.Uid.K],
+        strides_v=strides[graphs.Uid.V],
+        strides_out=strides[graphs.Uid.OUT],
+        strides_dout=strides.get(graphs.Uid.DOUT),
+        strides_dq=strides.get(graphs.Uid.DQ),
+        strides_dk=strides.get(graphs.Uid.DK),
+        strides_dv=strides.get(graphs.Uid.DV),
     )
     if x.mods is not None:
-        for number_uid, number in frame_numbers(sdpa).items():
+        for number_uid, number in graphs.frame_numbers(sdpa).items():
             buffers[number_uid] = host_scalar(number, torch.int32 if isinstance(number, int) else torch.float32)
         buffers |= _frame_tensors(sdpa, side_q, side_kv)
     return sdpa
 
 
-def _fp8_dtypes(buffers: dict[int, Tensor]) -> Fp8:
-    out, dout, dq = (buffers.get(uid) for uid in (Uid.OUT, Uid.DOUT, Uid.DQ))
+def _fp8_dtypes(buffers: dict[int, Tensor]) -> graphs.Fp8:
+    out, dout, dq = (buffers.get(uid) for uid in (graphs.Uid.OUT, graphs.Uid.DOUT, graphs.Uid.DQ))
     assert out is not None
-    return Fp8(out.dtype, None if dout is None else dout.dtype, None if dq is None else dq.dtype)
+    return graphs.Fp8(out.dtype, None if dout is None else dout.dtype, None if dq is None else dq.dtype)
 
 
 def _four_dims(t: Tensor) -> tuple[int, int, int, int]:
@@ -300,25 +291,25 @@ def _is_host(mod_input: Tensor) -> bool:
     return mod_input.dim() == 0
 
 
-def _mod_input(t: Tensor) -> ModInput:
+def _mod_input(t: Tensor) -> graphs.ModInput:
     if _is_host(t):
-        return ModInput((1, 1, 1, 1), (1, 1, 1, 1), t.dtype, True)
-    return ModInput(tuple(t.shape), t.stride(), t.dtype, False)
+        return graphs.ModInput((1, 1, 1, 1), (1, 1, 1, 1), t.dtype, True)
+    return graphs.ModInput(tuple(t.shape), t.stride(), t.dtype, False)
 
 
-def _frame_tensors(sdpa: Sdpa, side_q: Side, side_kv: Side) -> dict[int, Tensor]:
+def _frame_tensors(sdpa: graphs.Sdpa, side_q: Side, side_kv: Side) -> dict[int, Tensor]:
     """Returns the lengths, and the sides of a band that depend on them, for a graph with mods."""
-    uids = [uid for uid in frame_uids(sdpa) if is_in_memory(sdpa, uid)]
+    uids = [uid for uid in graphs.frame_uids(sdpa) if graphs.is_in_memory(sdpa, uid)]
     if not uids:
         return {}
     len_q, len_kv = (side.known_lengths[: sdpa.batch] for side in (side_q, side_kv))
     values = {
-        Uid.QUERIES: len_q,
-        Uid.KEYS: len_kv,
-        Uid.LEFT: len_kv - len_q - min(sdpa.window_left or 0, 2**30),
-        Uid.RIGHT: len_kv - len_q + min(sdpa.window_right or 0, 2**30),
+        graphs.Uid.QUERIES: len_q,
+        graphs.Uid.KEYS: len_kv,
+        graphs.Uid.LEFT: len_kv - len_q - min(sdpa.window_left or 0, 2**30),
+        graphs.Uid.RIGHT: len_kv - len_q + min(sdpa.window_right or 0, 2**30),
     }
-    dims, strides = frame_layout(sdpa)
+    dims, strides = graphs.frame_layout(sdpa)
     tensors: dict[int, Tensor] = {}
     for uid in uids:
         row = values[uid][:, None].expand(sdpa.batch, strides[0]).contiguous()

@@ -93,20 +93,11 @@ def fill_of(value: float) -> Fill:
     return Fill.MASKING if value <= MASKING else Fill.NONE
 
 
-def split_hidden(score: Graph, fills: Mapping[str, Fill]) -> Split:
-    """Splits a score_mod into a score_mod and the mask_mod that it holds: torch.where(visible, x, -inf) into x and visible.
+def split(graph: Graph, fills: Mapping[str, Fill], *wanted: Fill) -> Split:
+    """Splits torch.where(visible, x, fill) into x and visible: a score_mod, or with Fill.ZERO the gradient of a score.
 
-    fills: the effects of the captured numbers, by name.
+    fills: the effects of the captured numbers, by name. wanted: the effects of a fill.
     """
-    return _split(score, fills, (Fill.MASKING, Fill.HIDING))
-
-
-def split_blocked(gradient: Graph, fills: Mapping[str, Fill]) -> Split:
-    """Splits the gradient of a score: torch.where(visible, x, 0) into x and visible."""
-    return _split(gradient, fills, (Fill.ZERO,))
-
-
-def _split(graph: Graph, fills: Mapping[str, Fill], wanted: tuple[Fill, ...]) -> Split:
     result, terms, kinds = output_of(graph), [], set()
     while result.op == "call_function" and op_name(result) == "where":
         condition, x, y = cast("tuple[Node, Node, Node]", result.args)
@@ -364,16 +355,12 @@ def _intersection(a: _Range, b: _Range) -> _Range:
 def _union(a: _Range, b: _Range) -> _Range | None:
     """Returns the distances in either range; None if there is a gap between the two."""
     for x, y in ((a, b), (b, a)):
-        if _is_empty(x):
+        if x.low is not None and x.high is not None and x.low > x.high:
             return y
         if x.high is not None and y.low is not None and x.high + 1 < y.low:
             return None
     low = None if a.low is None or b.low is None else min(a.low, b.low)
     return _Range(low, None if a.high is None or b.high is None else max(a.high, b.high))
-
-
-def _is_empty(x: _Range) -> bool:
-    return x.low is not None and x.high is not None and x.low > x.high
 
 
 def _complement(x: _Range) -> _Range | None:

@@ -118,12 +118,12 @@ def _unmasked(mods: _Mods, known: _Known) -> _Mods:
     score, mask, gradient, _ = mods
     if score is None:
         return mods
-    split = bands.split_hidden(score, known.fills)
+    split = bands.split(score, known.fills, Fill.MASKING, Fill.HIDING)
     if split.visible is None:
         return mods
     if gradient is not None:
         # A hidden score has no weight, so its gradient is 0, and stays 0 if the explicit gradient is linear.
-        blocked = bands.split_blocked(gradient, known.fills)
+        blocked = bands.split(gradient, known.fills, Fill.ZERO)
         if blocked.visible is not None and _is_same_mask(split.visible, blocked.visible, known.same):
             gradient = blocked.graph
         elif not bands.is_linear(gradient):

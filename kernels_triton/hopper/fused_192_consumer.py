@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from flexattn.kernels_triton.gluon import barriers as named
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
@@ -21,16 +22,6 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
     head_at,
     next_query_block,
     probabilities,
-)
-from flexattn.kernels_triton.gluon.barriers import (
-    BOTH,
-    LAST,
-    announce_read,
-    announce_written,
-    ds_slot,
-    named_barrier_sync,
-    wait_read,
-    wait_written,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_sums import DqRing, in_order_of_sums, place_of_sums
@@ -88,8 +79,8 @@ def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
 @gluon.jit
 def _hand_over_last_dq(tiles: Fused192Tiles, iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
     # Computes both parts of dq of the last block, which no later block computes.
-    last = ds_slot(iterations + 1)
-    wait_written(last, CONSUMER)
+    last = named.ds_slot(iterations + 1)
+    named.wait_written(last, CONSUMER)
     if iterations > 0:
         for part in gl.static_range(2):
             dq = _dq_product(tiles, last, part == 0, CONSUMER, META)  # dQ = dS^T K
@@ -175,19 +166,19 @@ def consume_fused_192(
     # Simulates a query block before the first, whose ds is 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
-    announce_written(2, CONSUMER)
+    named.announce_written(2, CONSUMER)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     position, values = first_query_head(block, args.work, scores, MODS, META)
     if iterations > 0:
-        announce_read(0, CONSUMER)
+        named.announce_read(0, CONSUMER)
     for m_block in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
         is_cut = cuts_block(row, n_start, uncut_from, block.band, META)
         k_slot = CONSUMER + opaque_zero(m_block)
         q_stage = Stage(m_block, META.STAGES_SCORES)
         index = pipeline.index(q_stage)
-        current = ds_slot(m_block)
-        last = ds_slot(m_block + 1)
+        current = named.ds_slot(m_block)
+        last = named.ds_slot(m_block + 1)
         has_next = m_block + 1 < iterations  # whether a next iteration exists
         consumer_v = loaded.v.index(k_slot).reshape([ROWS, V0])
         q_tile = loaded.q.first.index(index).reshape([BLOCK_M, QK0])
@@ -222,13 +213,13 @@ def consume_fused_192(
             minus_delta = statistics.slice(BLOCK_M + half * HALF, HALF).load(COLUMNS)
             ds = (p * (dp + minus_delta[None, :])).to(DTYPE)
             if half == 0:  # the other warpgroup's dq of two blocks ago has read the buffer that is overwritten
-                wait_read(current, CONSUMER)
+                named.wait_read(current, CONSUMER)
             tiles.ds.index(current + CONSUMER).slice(half * HALF, HALF, 1).store(ds)
             ds16 = gl.convert_layout(ds, LEFT)
             dk = warpgroup_mma(ds16, q, dk, is_async=True)  # dK += dS Q
             dk1 = warpgroup_mma(ds16, q1, dk1, is_async=True)  # dK += dS Q
             if half == 0:
-                wait_written(last, CONSUMER)
+                named.wait_written(last, CONSUMER)
                 dq = _dq_product(tiles, last, True, CONSUMER, META)  # dQ = dS^T K, of the last block
                 dv, dv1, dk, dk1 = _wait_for_sums(dv, dv1, dk, dk1, p16, ds16, META)
                 second_dout = dout_tile.slice(HALF, HALF, 0)
@@ -237,18 +228,18 @@ def consume_fused_192(
                 if m_block > 0:
                     _hand_over_dq(dq, tiles.dq, 2 * m_block - 2, CONSUMER)
         fence_async_shared()  # during the product
-        announce_written(current, CONSUMER)
+        named.announce_written(current, CONSUMER)
         dq = _dq_product(tiles, last, False, CONSUMER, META)  # dQ = dS^T K, of the last block
         dv, dv1, dk, dk1 = _wait_for_sums(dv, dv1, dk, dk1, p16, ds16, META)
         pipeline.release(barriers.q_empty, q_stage)
         dq = warpgroup_mma_wait(0, deps=[dq])
         if has_next:
-            announce_read(last, CONSUMER)
+            named.announce_read(last, CONSUMER)
         if m_block > 0:
             _hand_over_dq(dq, tiles.dq, 2 * m_block - 1, CONSUMER)
         position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     _hand_over_last_dq(tiles, iterations, CONSUMER, META)
-    named_barrier_sync(LAST, BOTH)  # k was also read by the other warpgroup, which no longer needs it
+    named.named_barrier_sync(named.LAST, named.BOTH)  # k was also read by the other warpgroup, which no longer needs it
     sums = KeyGradients(dk=dk, dk1=dk1, dv=dv)
     store_key_gradients(sums, None, args, loaded.k, loaded.v, block, CONSUMER, META)
     if V1 > 0:

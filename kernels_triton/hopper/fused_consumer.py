@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.scores import through_mods
+from flexattn.kernels_triton.gluon import barriers as named
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
@@ -29,19 +30,6 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
     key_block,
     next_query_block,
     probabilities,
-)
-from flexattn.kernels_triton.gluon.barriers import (
-    BOTH,
-    LAST,
-    TURN,
-    announce_read,
-    announce_written,
-    ds_slot,
-    named_barrier_arrive_at,
-    named_barrier_sync,
-    named_barrier_sync_at,
-    wait_read,
-    wait_written,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_parts import convert_part, is_key_block
@@ -135,8 +123,8 @@ def _iteration(m_block, n_block, consumer: _Consumer, block: Block, tiles: Fused
         stage=stage,
         index=index,
         phase=pipeline.phase(stage),
-        current=ds_slot(m_block),
-        last=ds_slot(m_block + 1),
+        current=named.ds_slot(m_block),
+        last=named.ds_slot(m_block + 1),
         dout=tiles.dout.index(index).reshape([META.BLOCK_M, DIM]),
         k=tiles.k.index(key_tile).reshape([ROWS, DIM]),
         v=tiles.v.index(value_tile).reshape([ROWS, DIM]),
@@ -268,25 +256,25 @@ def _simulate_iteration(tiles: FusedTiles, zeros, CONSUMER: gl.constexpr):
     # Writes the ds of an iteration before the first: 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(tiles.ds.dtype))
     fence_async_shared()
-    announce_written(2, CONSUMER)
+    named.announce_written(2, CONSUMER)
 
 
 @gluon.jit
 def _begin_turns(iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
     if iterations > 0:
         if META.DP_FIRST:
-            announce_read(0, CONSUMER)
+            named.announce_read(0, CONSUMER)
         if META.PINGPONG and CONSUMER == 1:
-            named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
+            named.named_barrier_arrive_at(named.TURN, named.BOTH)  # the first warpgroup begins
 
 
 @gluon.jit
 def _end_turn(zero, has_next, CONSUMER: gl.constexpr, META: gl.constexpr):
     if META.PINGPONG:
         if CONSUMER == 0:
-            named_barrier_arrive_at(TURN + 1 + zero, BOTH)
+            named.named_barrier_arrive_at(named.TURN + 1 + zero, named.BOTH)
         elif has_next:
-            named_barrier_arrive_at(TURN + zero, BOTH)
+            named.named_barrier_arrive_at(named.TURN + zero, named.BOTH)
 
 
 @gluon.jit
@@ -347,8 +335,8 @@ def _end_iterations(
     if META.IS_AHEAD and META.NUMBERS > 0:  # noqa: SIM102
         if consumer.iterations > 0:
             pipeline.release(barriers.q_empty, Stage(n, STAGES))
-    last = ds_slot(consumer.iterations + 1)
-    wait_written(last, CONSUMER)
+    last = named.ds_slot(consumer.iterations + 1)
+    named.wait_written(last, CONSUMER)
     if consumer.iterations > 0:
         dq, dq1 = _begin_dq(tiles, last, consumer.k_tile, CONSUMER, META)  # dQ = dS^T K
         dq, dq1 = _wait_for_dq(dq, dq1, 0, META)
@@ -435,11 +423,11 @@ def _consume_block(
             if not META.IS_AHEAD:
                 raw_s = warpgroup_mma_wait(PARTS, deps=[raw_s])
         else:
-            wait_written(now.last, CONSUMER)
+            named.wait_written(now.last, CONSUMER)
             dq, dq1 = _begin_dq(tiles, now.last, consumer.k_tile + now.zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         drawn = drawn_weights(consumer.draws, position.h, now.row, consumer.n_start, BLOCK_M, True, META)
         if META.PINGPONG:
-            named_barrier_sync_at(TURN + CONSUMER + now.zero, BOTH)
+            named.named_barrier_sync_at(named.TURN + CONSUMER + now.zero, named.BOTH)
         head = head_at(position, values, block, scores, META)
         scored = _scored(raw_s, now, consumer, head, block, tiles, MODS, META)  # P = exp(S - lse)
         p16 = gl.convert_layout(kept(scored.p, drawn, True, META).to(DTYPE), LEFT)
@@ -468,7 +456,7 @@ def _consume_block(
         dlogit = scored.p * (kept_gradient(dp, drawn, consumer.draws, True, META) + minus_delta[None, :])
         ds = through_mods(dlogit, scored.cap_tanh, scored.score, scored.i, scored.j, head, MODS, META).to(DTYPE)
         if META.DP_FIRST:  # the other warpgroup's dq of two iterations ago has read the buffer that is overwritten
-            wait_read(now.current, CONSUMER)
+            named.wait_read(now.current, CONSUMER)
         tiles.ds.index(now.current + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         if META.DP_FIRST and not META.DV_WITH_DK:
@@ -476,9 +464,9 @@ def _consume_block(
             _release_dout(barriers, now.stage, META)
         dk, dk1 = _begin_dk(ds16, tiles, index, dk, dk1, META)  # dK += dS Q
         fence_async_shared()  # during the product
-        announce_written(now.current, CONSUMER)
+        named.announce_written(now.current, CONSUMER)
         if META.DP_FIRST:
-            wait_written(now.last, CONSUMER)
+            named.wait_written(now.last, CONSUMER)
             dq, dq1 = _begin_dq(tiles, now.last, consumer.k_tile + now.zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         if META.IS_AHEAD:
             next_raw_s = _begin_next_scores(tiles, barriers, now, has_next, META)  # S = K Q^T
@@ -494,7 +482,7 @@ def _consume_block(
         if META.DP_FIRST:
             dq, dq1 = _wait_for_dq(dq, dq1, SCORES_IN_FLIGHT, META)
             if has_next:
-                announce_read(now.last, CONSUMER)
+                named.announce_read(now.last, CONSUMER)
             if m_block > 0:
                 _write_both_dq(dq, dq1, tiles, ring, now.n - 1, CONSUMER, META)
                 hand_over_dq(ring, now.n - 1, META)
@@ -503,7 +491,7 @@ def _consume_block(
         position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     _end_iterations(tiles, barriers, ring, consumer, CONSUMER, META)
     # k, and in FP8 dout in 16 bits, were also read by the other warpgroup, which no longer needs them
-    named_barrier_sync(LAST, BOTH)
+    named.named_barrier_sync(named.LAST, named.BOTH)
     _store_sums(_Sums(dk=dk, dk1=dk1, dv=dv, dv1=dv1), consumer, args, tiles, block, CONSUMER, META)
     fence_async_shared()
     pipeline.release(barriers.dkdv_full, Stage(begun.blocks, META.K_STAGES))

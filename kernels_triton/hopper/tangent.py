@@ -23,6 +23,8 @@ from flexattn.kernels_triton.common.row_tiles import Place
 from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile
+from flexattn.kernels_triton.gluon import forward_work as work_tiles
+from flexattn.kernels_triton.gluon import pairs as tile_pairs
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.barriers import pass_turn, wait_for_turn
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
@@ -31,25 +33,8 @@ from flexattn.kernels_triton.gluon.descriptors import Step, readable, step_of, s
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Results
 from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments, forward_meta
 from flexattn.kernels_triton.gluon.forward_rows import mask_block, rows_and_heads, statistics_row, store_lse
-from flexattn.kernels_triton.gluon.forward_work import (
-    blocks_of_tile,
-    message_of_tile,
-    num_tiles_of_programs,
-    pack_tile,
-    received_tile,
-    tile_of_work,
-)
 from flexattn.kernels_triton.gluon.masking import SequenceBand, band_of_sequence
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles, keep_pairs, pack_pairs, unpack_pairs
-from flexattn.kernels_triton.gluon.pairs import (
-    Pair,
-    allocate_key_pair,
-    allocate_pair,
-    load_pair,
-    origin_of,
-    pair_bytes,
-    pair_descriptor,
-)
 from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.softmax import exponentials, rescaled, row_maximum
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, is_tile, receive_tile
@@ -64,8 +49,8 @@ from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 class Twin(NamedTuple):
     """Descriptors of a tensor and of its tangent, with their `step_of`."""
 
-    given: Pair
-    tangent: Pair
+    given: tile_pairs.Pair
+    tangent: tile_pairs.Pair
     step: Step
     tangent_step: Step
 
@@ -73,8 +58,8 @@ class Twin(NamedTuple):
 class TwinTiles(NamedTuple):
     """Tiles of a tensor and of its tangent in shared memory."""
 
-    given: Pair
-    tangent: Pair
+    given: tile_pairs.Pair
+    tangent: tile_pairs.Pair
 
 
 class TangentArguments(NamedTuple):
@@ -130,12 +115,12 @@ class Carry(NamedTuple):
 
 @gluon.jit
 def _load_twin(twin: Twin, tiles: TwinTiles, place: Place, full, slot, META: gl.constexpr):
-    BYTES: gl.constexpr = pair_bytes(twin.given.first.block_type.nbytes, twin.given.second.block_type.nbytes, META.QK1)
+    BYTES: gl.constexpr = tile_pairs.pair_bytes(twin.given.first.block_type.nbytes, twin.given.second.block_type.nbytes, META.QK1)
     mbarrier.expect(full, 2 * BYTES)
-    origin = origin_of(twin.step, place.start, place.h, place.b)
-    load_pair(twin.given, origin, place.length, place.first, full, tiles.given, slot, META)
-    origin = origin_of(twin.tangent_step, place.start, place.h, place.b)
-    load_pair(twin.tangent, origin, place.length, place.first, full, tiles.tangent, slot, META)
+    origin = tile_pairs.origin_of(twin.step, place.start, place.h, place.b)
+    tile_pairs.load_pair(twin.given, origin, place.length, place.first, full, tiles.given, slot, META)
+    origin = tile_pairs.origin_of(twin.tangent_step, place.start, place.h, place.b)
+    tile_pairs.load_pair(twin.tangent, origin, place.length, place.first, full, tiles.tangent, slot, META)
 
 
 @gluon.jit
@@ -143,17 +128,17 @@ def _load_partition(args: TangentArguments, buffers: TangentBuffers, META: gl.co
     call, barriers = args.call, buffers.barriers
     CONSUMERS: gl.constexpr = META.CONSUMERS
     IS_ALONE: gl.constexpr = call.work.table_ptr is None  # a program has one tile
-    amount = num_tiles_of_programs(call, META)
+    amount = work_tiles.num_tiles_of_programs(call, META)
     n_block = 0
     n_tile = 0
     t = gl.program_id(0)
     while t < amount:
-        tile = tile_of_work(t, amount, call, META)
+        tile = work_tiles.tile_of_work(t, amount, call, META)
         sequence = sequence_of(call.lengths_q, call.lengths_kv, tile.b, META)
         band = band_of_sequence(call.band, sequence.len_q, sequence.len_kv)
-        num_blocks, block_range = blocks_of_tile(tile, (), band, call, META)
-        message = message_of_tile(tile, sequence, (), (), ())
-        broadcast_tile(pack_tile(message, META), n_tile, barriers, META)
+        num_blocks, block_range = work_tiles.blocks_of_tile(tile, (), band, call, META)
+        message = work_tiles.message_of_tile(tile, sequence, (), (), ())
+        broadcast_tile(work_tiles.pack_tile(message, META), n_tile, barriers, META)
         q_stage = Stage(n_tile, META.Q_STAGES)
         for consumer in gl.static_range(CONSUMERS):
             first = tile.first_row + consumer * ROWS
@@ -360,7 +345,7 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
     while is_tile(numbers):
-        received = received_tile(numbers, call, META)
+        received = work_tiles.received_tile(numbers, call, META)
         tile, band = received.tile, received.band
         m_start = tile.first_row + CONSUMER * ROWS
         skipped, num_blocks, block_range = blocks_of_consumer(m_start, received.num_blocks, received.block_range, band, META)
@@ -440,12 +425,14 @@ def _compute_partition(args: TangentArguments, buffers: TangentBuffers, CONSUMER
 
 @gluon.jit
 def _allocate_twin(NUM: gl.constexpr, twin: Twin, META: gl.constexpr):
-    return TwinTiles(given=allocate_pair(NUM, twin.given, META), tangent=allocate_pair(NUM, twin.tangent, META))
+    return TwinTiles(
+        given=tile_pairs.allocate_pair(NUM, twin.given, META), tangent=tile_pairs.allocate_pair(NUM, twin.tangent, META)
+    )
 
 
 @gluon.jit
 def _allocate_key_twin(twin: Twin, META: gl.constexpr):
-    return TwinTiles(given=allocate_key_pair(twin.given, META), tangent=allocate_key_pair(twin.tangent, META))
+    return TwinTiles(given=tile_pairs.allocate_key_pair(twin.given, META), tangent=tile_pairs.allocate_key_pair(twin.tangent, META))
 
 
 @hopper_kernel
@@ -507,7 +494,7 @@ def forward_with_tangent(problem: Problem, along: Along, results: TangentResults
     widths = (meta.QK0, meta.QK1)
 
     def twin_of(given: Tensor, tangent: Tensor, rows: int) -> Twin:
-        first, second = (pair_descriptor(t, rows, widths) for t in (given, tangent))
+        first, second = (tile_pairs.pair_descriptor(t, rows, widths) for t in (given, tangent))
         return Twin(first, second, step_of(given), step_of(tangent))
 
     args = TangentArguments(

@@ -45,6 +45,7 @@ from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.softmax import exponentials, for_threads, rescaled, sums_of_threads
 from flexattn.kernels_triton.gluon.work_order import forward_work
+from flexattn.kernels_triton.mma import fp8
 from flexattn.kernels_triton.mma.arguments import (
     MmaArguments,
     allocate_parts,
@@ -55,17 +56,6 @@ from flexattn.kernels_triton.mma.arguments import (
 )
 from flexattn.kernels_triton.mma.copies import Head, copy_keys, copy_queries, keep_until_here
 from flexattn.kernels_triton.mma.dropout import kept
-from flexattn.kernels_triton.mma.fp8 import (
-    add_fp8_values,
-    as_numbers,
-    columns_in_order,
-    factor_of_rows,
-    head_scales,
-    scaled_sink_sum,
-    score_descale,
-    to_operand,
-    words,
-)
 from flexattn.kernels_triton.mma.products import add_product, at, load_operand, product_of_rows
 from flexattn.kernels_triton.mma.tiles import MmaTile, forward_tile
 from flexattn.kernels_triton.runtime.device import Tile
@@ -101,13 +91,13 @@ class Loads(NamedTuple):
 
 @gluon.jit
 def _scores(tiles: Tiles, slot, zeros, META: gl.constexpr):
-    return product_of_rows(tiles.q, as_numbers(at(tiles.k, slot), META), zeros, META.HOLDS_Q, META.QK1 > 0)
+    return product_of_rows(tiles.q, fp8.as_numbers(at(tiles.k, slot), META), zeros, META.HOLDS_Q, META.QK1 > 0)
 
 
 @gluon.jit
 def _add_values(acc, weights, v, META: gl.constexpr):
     if META.IS_FP8:
-        return add_fp8_values(acc, weights, v, META)
+        return fp8.add_fp8_values(acc, weights, v, META)
     else:
         return add_product(acc, weights, v)
 
@@ -160,17 +150,17 @@ def _take_blocks(
                 _copy_k(loads, slot, key_block(n - 1, same.block_range, META)[0], META)
             async_copy.commit_group()
         if META.IS_FP8:
-            descale = score_descale(loads.scales, column, META)
+            descale = fp8.score_descale(loads.scales, column, META)
             if META.IS_MODIFIED:
                 s = s * descale[:, None]
         s, factor = forward_rows.visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
         if META.IS_FP8:
-            factor = factor_of_rows(factor, descale, same.scale, META)
+            factor = fp8.factor_of_rows(factor, descale, same.scale, META)
         p, row_max, correction = exponentials(s, gl.max(s, 1), row_max, factor, META)
         row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
         p = kept(p, same.draws, same.b_h, same.m_start, column, META)
         if META.IS_FP8:
-            weights = to_operand(p, PRODUCT)
+            weights = fp8.to_operand(p, PRODUCT)
         else:
             weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, PRODUCT, 2))
         if META.HAS_BLOCK_SCALES:
@@ -187,7 +177,7 @@ def _take_blocks(
 def _store_columns(
     acc, COLUMN: gl.constexpr, received: ReceivedTile, lse_row, rows, h_of_rows, args: Arguments, META: gl.constexpr
 ):
-    acc = columns_in_order(acc, META)
+    acc = fp8.columns_in_order(acc, META)
     if META.IS_SPLIT:
         forward_rows.store_split_rows(acc, COLUMN, received, lse_row, rows, h_of_rows, args, META)
     else:  # in 16 bits and in rows, so that a thread stores 16 bytes
@@ -245,7 +235,7 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     )
     q_tiles = allocate_parts(DTYPE, 1, BLOCK_M, META.QK0, META.QK1)
     copy_queries(mma_args.q, q_tiles, received, META)
-    q = as_numbers(at(q_tiles, 0), META)
+    q = fp8.as_numbers(at(q_tiles, 0), META)
     if META.HOLDS_Q:
         async_copy.commit_group()
         async_copy.wait_group(0)
@@ -258,7 +248,7 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
     k, v = mma_args.k, mma_args.v
     scales, descale_v = (), 1.0
     if META.IS_FP8:
-        scales = head_scales(args.descales, received, h_kv, ROW, META)
+        scales = fp8.head_scales(args.descales, received, h_kv, ROW, META)
         descale_v = scales.v
     loads = Loads(
         k=Head(x=k, base=row_pointer(k, b_kv, h_kv, sequence.start_kv, META), b=b, length=len_kv, pages=args.pages),
@@ -298,7 +288,7 @@ def _compute_tile(tile: WorkTile, mma_args: MmaArguments, MODS: gl.constexpr, ME
         if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
             row_max, row_sum = forward_rows.sums_with_sink(row_max, row_sum, sink)
             if META.IS_FP8:
-                row_sum = scaled_sink_sum(row_max, row_sum, META)
+                row_sum = fp8.scaled_sink_sum(row_max, row_sum, META)
     acc0 = gl.zeros([BLOCK_M, VALUES0 * WORD], gl.float32, layout=PRODUCT)
     acc1 = acc0
     if VALUES1 > 0:
@@ -382,7 +372,9 @@ def mma_forward(
     call = forward_arguments(x, None, None, results, work, SplitKeys(splits if splits > 1 else None, plan))
     if x.is_fp8:
         call = call._replace(descales=descales_of(x))
-    arguments = MmaArguments(q=rows_of(words(x.q), meta), k=rows_of(words(x.k), meta), v=rows_of(words(x.v), meta), call=call)
+    arguments = MmaArguments(
+        q=rows_of(fp8.words(x.q), meta), k=rows_of(fp8.words(x.k), meta), v=rows_of(fp8.words(x.v), meta), call=call
+    )
     launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.num_stages)
     programs = tiles * splits if plan is None else plan.num_parts
     launch(_attn_fwd_mma_kernel, programs, out.device, launch_tile, (arguments, x.mods, meta))

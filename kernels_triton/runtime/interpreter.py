@@ -151,14 +151,18 @@ def _find_patches() -> list[tuple[Any, str, object, object]]:
     for name, operation in _OPERATORS.items():
         language.set_attr(tl.tensor, name, _operator(vars(tl.tensor)[name], operation, name.startswith("__r")))
     for owner, name, replacement in (
-        (InterpreterBuilder, "get_bf16", _get_bf16),  # triton 3.6 and 3.7 lack it
+        (
+            InterpreterBuilder,
+            "get_bf16",
+            lambda _, builder, value: _narrow(np.array([value]), tl.bfloat16),
+        ),  # not in triton 3.6, 3.7
         (InterpreterBuilder, "cast_impl", _cast_impl),
         (InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
-        (InterpreterBuilder, "unary_op", _unary_op),
+        (InterpreterBuilder, "unary_op", lambda original, builder, x, op: _narrow_like(x, original(builder, _widen(x), op))),
         (InterpreterBuilder, "create_fma", _create_fma),
         (InterpreterBuilder, "create_dot", _create_dot),
-        (InterpreterBuilder, "create_minnumf", _create_minnumf),
-        (InterpreterBuilder, "create_maxnumf", _create_maxnumf),
+        (InterpreterBuilder, "create_minnumf", lambda _, builder, lhs, rhs: builder.binary_op(lhs, rhs, np.fmin)),
+        (InterpreterBuilder, "create_maxnumf", lambda _, builder, lhs, rhs: builder.binary_op(lhs, rhs, np.fmax)),
         (InterpreterBuilder, "create_clampf", _create_clampf),
         (InterpreterBuilder, "create_inline_asm", _create_inline_asm),
         (ReduceOps, "sum", _reduce),
@@ -221,10 +225,6 @@ def _narrow_like(operand: TensorHandle, result: TensorHandle) -> TensorHandle:
     return _narrow(result.data, dtype) if dtype.name in _TORCH_DTYPES else result
 
 
-def _get_bf16(_original, _builder, value):
-    return _narrow(np.array([value]), tl.bfloat16)
-
-
 def _cast_impl(original, builder, src, dst_type):
     dtype = dst_type.scalar
     if dtype.name in _TORCH_DTYPES:
@@ -239,10 +239,6 @@ def _create_fp_to_fp(original, builder, src, dst_type, rounding_mode):
     if src.dtype.scalar.name in _TORCH_DTYPES:
         return builder.cast_impl(src, dst_type)
     return original(builder, src, dst_type, rounding_mode)
-
-
-def _unary_op(original, builder, arg, op):
-    return _narrow_like(arg, original(builder, _widen(arg), op))
 
 
 def _binary_op(original):
@@ -268,14 +264,6 @@ def _create_dot(original, builder, a, b, accumulator, *options):
     # In fp64, because BLAS sums a product and its transpose in different orders, and kernels rely on the two being equal.
     exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
     return TensorHandle(exact.astype(np.float32), tl.float32)
-
-
-def _create_minnumf(original, builder, lhs, rhs):
-    return builder.binary_op(lhs, rhs, np.fmin)
-
-
-def _create_maxnumf(original, builder, lhs, rhs):
-    return builder.binary_op(lhs, rhs, np.fmax)
 
 
 def _create_clampf(original, builder, x, low, high, propagate_nans):

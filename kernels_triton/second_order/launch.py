@@ -13,19 +13,7 @@ from flexattn.kernels_triton.common.problem import Along, Meta, Problem, bias_ro
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
 from flexattn.kernels_triton.runtime.launch import launch
-from flexattn.kernels_triton.second_order.double_backward import (
-    KeysArguments,
-    Known,
-    QueriesArguments,
-    _attn_double_keys_kernel,
-    _attn_double_queries_kernel,
-)
-from flexattn.kernels_triton.second_order.score_gradients import (
-    BiasArguments,
-    CaptureArguments,
-    _attn_double_bias_kernel,
-    _attn_double_captures_kernel,
-)
+from flexattn.kernels_triton.second_order import double_backward, score_gradients
 from flexattn.kernels_triton.second_order.tangent import TangentArguments, _attn_tangent_kernel
 from flexattn.kernels_triton.second_order.tiles import Bends, RowSums, Tangents, Tiles, tiles_for
 
@@ -118,19 +106,21 @@ def attention_double_backward(
     if x.softmax_offset is not None:
         dsink = x.softmax_offset.new_zeros((x.num_heads, x.batch * blocks), dtype=torch.float32)
 
-    def known_of(tile: Tile) -> tuple[Known, Meta]:
+    def known_of(tile: Tile) -> tuple[double_backward.Known, Meta]:
         meta = x.meta(tile, (*along[:3], dout, hq, hk, hv))
         tangents = _tangents(along, x.batch, meta)
-        return Known(inputs=x.inputs(meta), tangents=tangents, lse_ptr=incoming.lse, dout=rows(dout, meta), sums=sums), meta
+        return double_backward.Known(
+            inputs=x.inputs(meta), tangents=tangents, lse_ptr=incoming.lse, dout=rows(dout, meta), sums=sums
+        ), meta
 
     known, meta = known_of(tiles.keys)
-    by_keys = KeysArguments(known, x.lists("q"), rows(hk, meta), rows(hv, meta))
+    by_keys = double_backward.KeysArguments(known, x.lists("q"), rows(hk, meta), rows(hv, meta))
     programs = cdiv(x.longest_kv, tiles.keys.block_n) * x.num_heads_kv * x.batch
-    launch(_attn_double_keys_kernel, programs, x.device, tiles.keys, (by_keys, call.bends, x.mods, meta))
+    launch(double_backward._attn_double_keys_kernel, programs, x.device, tiles.keys, (by_keys, call.bends, x.mods, meta))
     known, meta = known_of(tiles.queries)
-    by_queries = QueriesArguments(known, x.lists("kv"), rows(hq, meta), dsink)
+    by_queries = double_backward.QueriesArguments(known, x.lists("kv"), rows(hq, meta), dsink)
     programs = blocks * x.num_heads * x.batch
-    launch(_attn_double_queries_kernel, programs, x.device, tiles.queries, (by_queries, call.bends, x.mods, meta))
+    launch(double_backward._attn_double_queries_kernel, programs, x.device, tiles.queries, (by_queries, call.bends, x.mods, meta))
     has_captures = bool(programs and (wanted.reached or wanted.bent))
     if wanted.bias or has_captures:
         known, meta = known_of(tiles.scores)
@@ -140,7 +130,7 @@ def attention_double_backward(
     return sums, SecondGradients(hq, hk, hv, None if dsink is None else dsink.sum(1), bias)
 
 
-def _bias_gradient(call: Modified, known: Known, meta: Meta, tile: Tile) -> Tensor:
+def _bias_gradient(call: Modified, known: double_backward.Known, meta: Meta, tile: Tile) -> Tensor:
     """Returns the derivative for the bias, fp32 in its shape. Its last dim spans the keys."""
     x = call.problem
     assert x.bias is not None
@@ -149,15 +139,21 @@ def _bias_gradient(call: Modified, known: Known, meta: Meta, tile: Tile) -> Tens
     over = (x.batch // max(1, bias_b)) * (x.num_heads // bias_h) * (1 if bias_q > 1 else cdiv(x.longest_q, tile.block_m))
     num_splits = max(1, min(over, 2 * num_processors(x.device) // max(1, tiles)))
     parts = torch.zeros((num_splits, *x.bias.shape), dtype=torch.float32, device=x.device)
-    args = BiasArguments(
+    args = score_gradients.BiasArguments(
         known=known, kinds=x.kinds(), parts_ptr=parts, b=bias_b, h=bias_h, q=bias_q, kv=bias_kv, num_splits=num_splits
     )
     if tiles:
-        launch(_attn_double_bias_kernel, tiles * num_splits, x.device, tile, (args, bias_q > 1, call.bends, x.mods, meta))
+        launch(
+            score_gradients._attn_double_bias_kernel,
+            tiles * num_splits,
+            x.device,
+            tile,
+            (args, bias_q > 1, call.bends, x.mods, meta),
+        )
     return parts.sum(0) if num_splits > 1 else parts[0]
 
 
-def _capture_gradients(call: Modified, known: Known, wanted: Wanted, meta: Meta, tile: Tile) -> None:
+def _capture_gradients(call: Modified, known: double_backward.Known, wanted: Wanted, meta: Meta, tile: Tile) -> None:
     """Writes the derivatives for the captured tensors that a kernel adds to."""
     x = call.problem
     both = sorted({*wanted.reached, *wanted.bent})
@@ -166,7 +162,7 @@ def _capture_gradients(call: Modified, known: Known, wanted: Wanted, meta: Meta,
         def of(tensors: Sequence[Tensor], captures: tuple[int, ...]) -> tuple[Tensor, ...]:
             return tuple(tensors[both.index(i)] for i in captures) if tensors else ()
 
-        args = CaptureArguments(
+        args = score_gradients.CaptureArguments(
             known=known,
             lists=x.lists("kv"),
             sums=of(sums, wanted.reached),
@@ -175,7 +171,7 @@ def _capture_gradients(call: Modified, known: Known, wanted: Wanted, meta: Meta,
             bent_scales=of(scales, wanted.bent),
         )
         programs = cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
-        launch(_attn_double_captures_kernel, programs, x.device, tile, (args, mode, call.bends, x.mods, meta))
+        launch(score_gradients._attn_double_captures_kernel, programs, x.device, tile, (args, mode, call.bends, x.mods, meta))
 
     addends = 2 * x.batch * x.num_heads * x.longest_q * x.longest_kv
     sum_addends(run, [wanted.captures[i] for i in both], wanted.deterministic, addends)

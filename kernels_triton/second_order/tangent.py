@@ -22,28 +22,18 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.tile_memory import zero_parts
 from flexattn.kernels_triton.runtime.launch import kernel
-from flexattn.kernels_triton.second_order.tiles import (
-    RowSums,
-    ScoredKeys,
-    ScoredQueries,
-    Tangents,
-    add_product,
-    load_lse,
-    load_sink_tangent,
-    pairs_of,
-    scored,
-)
+from flexattn.kernels_triton.second_order import tiles as second_tiles
 
 
 class TangentArguments(NamedTuple):
     inputs: Inputs
-    tangents: Tangents
+    tangents: second_tiles.Tangents
     lse_ptr: Pointer
     dout: Rows | None  # None: without delta and its tangent
     dlse_ptr: Pointer
     tout: Rows  # zeros if there are rows without a token
     lists: BlockMaskLists | None  # lists of key blocks
-    sums: RowSums
+    sums: second_tiles.RowSums
 
 
 class Sums(NamedTuple):
@@ -56,8 +46,8 @@ class Sums(NamedTuple):
 @triton.jit
 def _add(sums, p, weighted, step, v, tv, META: tl.constexpr):
     # step: the change of the mean, which the tangent so far is moved to
-    tangent = add_product(sums.tangent - step[:, None] * sums.out, weighted, v, META)
-    return Sums(out=add_product(sums.out, p, v, META), tangent=add_product(tangent, p, tv, META))
+    tangent = second_tiles.add_product(sums.tangent - step[:, None] * sums.out, weighted, v, META)
+    return Sums(out=second_tiles.add_product(sums.out, p, v, META), tangent=second_tiles.add_product(tangent, p, tv, META))
 
 
 @kernel
@@ -86,8 +76,8 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
     q = load_qk(inputs.q, place, BLOCK_M, META)
     tq = load_qk(tangents.q, place, BLOCK_M, META)
     row = lse_row(b, h, num_heads, lengths_q.num_tokens, start_q, META)
-    lse_log2 = load_lse(args.lse_ptr, row, rows, len_q)
-    queries = ScoredQueries(q=q, tq=tq, lse_log2=lse_log2, first_row=first_row)
+    lse_log2 = second_tiles.load_lse(args.lse_ptr, row, rows, len_q)
+    queries = second_tiles.ScoredQueries(q=q, tq=tq, lse_log2=lse_log2, first_row=first_row)
 
     acc = zero_parts(BLOCK_M, V0, V1)
     sums0, sums1 = Sums(out=acc.first, tangent=acc.first), Sums(out=acc.second, tangent=acc.second)
@@ -100,8 +90,8 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
         key_place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
         k = load_qk(inputs.k, key_place, BLOCK_N, META)
         tk = load_qk(tangents.k, key_place, BLOCK_N, META)
-        pairs = pairs_of(queries, ScoredKeys(k=k, tk=tk, n=n), is_full, False, META)
-        tile = scored(args, pairs, head, MODS, BENDS, False, META)
+        pairs = second_tiles.pairs_of(queries, second_tiles.ScoredKeys(k=k, tk=tk, n=n), is_full, False, META)
+        tile = second_tiles.scored(args, pairs, head, MODS, BENDS, False, META)
         v = load_v(inputs.v, key_place, BLOCK_N, META)
         tv = load_v(tangents.v, key_place, BLOCK_N, META)
         total += tl.sum(tile.p, 1)
@@ -116,7 +106,7 @@ def _attn_tangent_kernel(args: TangentArguments, BENDS: tl.constexpr, MODS: tl.c
     if META.HAS_SINK:
         p_sink = tl.exp2(load_sink(inputs.softmax_offset_ptr, h, LOG2E, META) - lse_log2)
         total += p_sink
-        mu += p_sink * load_sink_tangent(tangents.sink_ptr, h)
+        mu += p_sink * second_tiles.load_sink_tangent(tangents.sink_ptr, h)
     # lse in fp32 is rounded, and all of a row's weights have that error as one factor
     scale = 1.0 / tl.where(total == 0.0, 1.0, total)
     mu *= scale

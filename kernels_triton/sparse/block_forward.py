@@ -30,15 +30,7 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.sparse import inversion, tiles
-from flexattn.kernels_triton.sparse.lists import (
-    KeyLists,
-    has_no_queries,
-    heads_of,
-    key_lists,
-    query_of_token,
-    rows_of_heads,
-    store_heads,
-)
+from flexattn.kernels_triton.sparse import lists as sparse_lists
 from flexattn.kernels_triton.sparse.weights import Chunk
 
 _SHARE = 128  # queries of a program, on average
@@ -48,7 +40,7 @@ class PairArguments(NamedTuple):
     """The partial results of pairs of a query and a block that it lists."""
 
     inputs: Inputs
-    lists: KeyLists
+    lists: sparse_lists.KeyLists
     chunk: Chunk
     listed: inversion.Listed
     splits: int  # programs that share the queries of a block
@@ -194,7 +186,9 @@ def _sparse_block_out_kernel(args: ForwardArguments, META: tl.constexpr):
     inputs = pairs.inputs
     heads_kv = inputs.num_heads // inputs.group_size
     local, h_kv = tl.program_id(0) // heads_kv, tl.program_id(0) % heads_kv
-    query, row, is_query = query_of_token(pairs.chunk.first + local, h_kv, pairs.chunk.slots_ptr, inputs, pairs.lists, 1, META)
+    query, row, is_query = sparse_lists.query_of_token(
+        pairs.chunk.first + local, h_kv, pairs.chunk.slots_ptr, inputs, pairs.lists, 1, META
+    )
     is_head = tl.arange(0, HEADS) < query.num_heads
     row_max = tl.full([HEADS], float("-inf"), tl.float32)
     row_sum = tl.zeros([HEADS], tl.float32)
@@ -214,7 +208,7 @@ def _sparse_block_out_kernel(args: ForwardArguments, META: tl.constexpr):
     rescale = tl.full([HEADS], 1.0, tl.float32)
     if META.HAS_SINK:
         sink = tl.zeros([HEADS], tl.float32) + load_sink(
-            inputs.softmax_offset_ptr, tl.where(is_head, heads_of(query, META), 0), LOG2E, META
+            inputs.softmax_offset_ptr, tl.where(is_head, sparse_lists.heads_of(query, META), 0), LOG2E, META
         )
         sink = tl.where(is_query, sink, float("-inf"))
         new_max = tl.maximum(row_max, sink)
@@ -224,8 +218,8 @@ def _sparse_block_out_kernel(args: ForwardArguments, META: tl.constexpr):
         row_max = new_max
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     out = acc * (rescale / row_sum)[:, None]
-    store_heads(args.out, Parts(first=out, second=out), row, query, V0, 0, META.HEAD_DIM_V, META)
-    lse_rows = rows_of_heads(query, inputs, META) + (row - query.i)
+    sparse_lists.store_heads(args.out, Parts(first=out, second=out), row, query, V0, 0, META.HEAD_DIM_V, META)
+    lse_rows = sparse_lists.rows_of_heads(query, inputs, META) + (row - query.i)
     tl.store(args.lse_ptr + lse_rows, (row_max + tl.log2(row_sum)) * LN2, mask=is_head)
 
 
@@ -240,13 +234,15 @@ def pair_arguments(
     problem: Problem, meta: Meta, chunk: Chunk, listed: inversion.Listed, splits: int, parts: Tensor
 ) -> PairArguments:
     x = problem
-    return PairArguments(inputs=x.inputs(meta), lists=key_lists(x), chunk=chunk, listed=listed, splits=splits, parts_ptr=parts)
+    return PairArguments(
+        inputs=x.inputs(meta), lists=sparse_lists.key_lists(x), chunk=chunk, listed=listed, splits=splits, parts_ptr=parts
+    )
 
 
 def block_forward(problem: Problem, out: Tensor, lse: Tensor, tile: Tile) -> None:
     """Writes out and lse of a call that `conditions.block_unsupported` does not reject."""
     x = problem
-    if has_no_queries(x):  # no program writes
+    if sparse_lists.has_no_queries(x):  # no program writes
         out.zero_()
         lse.fill_(float("-inf"))
         return

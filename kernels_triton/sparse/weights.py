@@ -24,21 +24,8 @@ from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
+from flexattn.kernels_triton.sparse import lists as sparse_lists
 from flexattn.kernels_triton.sparse import tiles
-from flexattn.kernels_triton.sparse.lists import (
-    KeyLists,
-    head_offsets,
-    heads_of,
-    key_lists,
-    key_offsets,
-    load_entries,
-    load_heads,
-    load_keys,
-    load_values,
-    query_of_token,
-    rows_of_heads,
-    store_heads,
-)
 
 LINE = tl.constexpr(16)  # the weights of a query and head begin at multiples of this number of elements
 
@@ -55,7 +42,7 @@ class Chunk(NamedTuple):
 
 class DqArguments(NamedTuple):
     inputs: Inputs
-    lists: KeyLists
+    lists: sparse_lists.KeyLists
     saved: Saved
     dout: Rows
     dq: Rows
@@ -72,13 +59,13 @@ def _delta_of(args: DqArguments, query, META: tl.constexpr):
     WIDTH: tl.constexpr = min(META.V0, 64)
     out = row_pointer(args.saved.out, query.b, query.h, query.start_q + query.i, META)
     dout = row_pointer(args.dout, query.b, query.h, query.start_q + query.i, META)
-    out_heads, dout_heads = head_offsets(args.saved.out, META), head_offsets(args.dout, META)
+    out_heads, dout_heads = sparse_lists.head_offsets(args.saved.out, META), sparse_lists.head_offsets(args.dout, META)
     delta = tl.zeros([BLOCK_M], tl.float32)
     for column in tl.static_range(0, HEAD_DIM, WIDTH):
         x = load_tile(out, out_heads, 0, query.num_heads, column, WIDTH, HEAD_DIM, True)
         y = load_tile(dout, dout_heads, 0, query.num_heads, column, WIDTH, HEAD_DIM, True)
         delta += tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
-    row = rows_of_heads(query, args.inputs, META)
+    row = sparse_lists.rows_of_heads(query, args.inputs, META)
     if args.saved.dlse_ptr is not None:
         delta -= tl.load(args.saved.dlse_ptr + row, mask=tl.arange(0, BLOCK_M) < query.num_heads, other=0.0)
     return delta
@@ -88,7 +75,7 @@ def _delta_of(args: DqArguments, query, META: tl.constexpr):
 def _lse_log2_of(args: DqArguments, query, META: tl.constexpr):
     # Returns lse in units of log2, +inf for a head that sees nothing.
     is_head = tl.arange(0, META.BLOCK_M) < query.num_heads
-    lse = tl.load(args.saved.lse_ptr + rows_of_heads(query, args.inputs, META), mask=is_head, other=float("inf"))
+    lse = tl.load(args.saved.lse_ptr + sparse_lists.rows_of_heads(query, args.inputs, META), mask=is_head, other=float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
 
 
@@ -98,7 +85,9 @@ def _query_of(number, args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.conste
     inputs, chunk = args.inputs, args.chunk
     parts = tl.cdiv(inputs.group_size, META.BLOCK_M) * (inputs.num_heads // inputs.group_size)
     local = number // parts
-    query, row, is_query = query_of_token(chunk.first + local, number % parts, chunk.slots_ptr, inputs, args.lists, KV_BLOCK, META)
+    query, row, is_query = sparse_lists.query_of_token(
+        chunk.first + local, number % parts, chunk.slots_ptr, inputs, args.lists, KV_BLOCK, META
+    )
     return local, query, row, is_query
 
 
@@ -106,7 +95,7 @@ def _query_of(number, args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.conste
 def _p_sink_of(args: DqArguments, query, lse_log2, META: tl.constexpr):
     p_sink = tl.zeros_like(lse_log2)
     if META.HAS_SINK:
-        heads = tl.where(tl.arange(0, META.BLOCK_M) < query.num_heads, heads_of(query, META), 0)
+        heads = tl.where(tl.arange(0, META.BLOCK_M) < query.num_heads, sparse_lists.heads_of(query, META), 0)
         p_sink = tl.exp2(load_sink(args.inputs.softmax_offset_ptr, heads, LOG2E, META) - lse_log2)
     return p_sink
 
@@ -116,14 +105,14 @@ def _store_dsink(args: DqArguments, local, query, dsink, META: tl.constexpr):
     if args.dsink_ptr is not None:
         lengths = args.inputs.lengths_q
         tokens = lengths.num_tokens * (1 if META.IS_RAGGED_Q else lengths.batch)
-        target = args.dsink_ptr + heads_of(query, META).to(tl.int64) * tokens + args.chunk.first + local
+        target = args.dsink_ptr + sparse_lists.heads_of(query, META).to(tl.int64) * tokens + args.chunk.first + local
         tl.store(target, dsink, mask=tl.arange(0, META.BLOCK_M) < query.num_heads)
 
 
 @triton.jit
 def _weight_rows(args: DqArguments, local, query, META: tl.constexpr):
     # Returns the places of the weights of the query's heads.
-    row = tl.cast(local, tl.int64) * args.inputs.num_heads + heads_of(query, META)
+    row = tl.cast(local, tl.int64) * args.inputs.num_heads + sparse_lists.heads_of(query, META)
     return row * (args.chunk.lines * LINE)
 
 
@@ -149,11 +138,11 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
     if QK1 > 0:
         dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
     if not is_query:
-        store_heads(args.dq, Parts(first=dq0, second=dq1), row, query, QK0, QK1, META.HEAD_DIM_QK, META)
+        sparse_lists.store_heads(args.dq, Parts(first=dq0, second=dq1), row, query, QK0, QK1, META.HEAD_DIM_QK, META)
         _store_dsink(args, local, query, tl.zeros([BLOCK_M], tl.float32), META)
         return
-    q = load_heads(inputs.q, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
-    dout = load_heads(args.dout, query, META.V0, META.V1, META.HEAD_DIM_V, META)
+    q = sparse_lists.load_heads(inputs.q, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+    dout = sparse_lists.load_heads(args.dout, query, META.V0, META.V1, META.HEAD_DIM_V, META)
     delta, lse_log2 = _delta_of(args, query, META), _lse_log2_of(args, query, META)
     k_base = row_pointer(inputs.k, query.b, query.h_kv, query.start_kv, META)
     v_base = row_pointer(inputs.v, query.b, query.h_kv, query.start_kv, META)
@@ -163,7 +152,7 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
     if META.NORMALIZES:  # the probabilities from an lse in fp32 do not sum to 1 exactly enough for fp32 results
         row_sum = p_sink
         for first in tl.range(0, query.num_entries, BLOCK_N):
-            keys = load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
+            keys = sparse_lists.load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
             s, factor, _, _ = logits(keys.qk, query.i, keys.j[None, :], inputs.scores.scale, head, None, META)
             p = tl.exp2(tl.fma(s, factor, -lse_log2[:, None]))
             row_sum += tl.sum(tl.where(keys.is_seen[None, :], p, 0.0), 1)
@@ -171,8 +160,8 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
     _store_dsink(args, local, query, -p_sink * p_scale * delta, META)
     weight_rows = _weight_rows(args, local, query, META)
     for first in tl.range(0, query.num_entries, BLOCK_N):
-        keys = load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
-        v0, v1 = load_values(query, keys, v_base, inputs, META)
+        keys = sparse_lists.load_keys(query, q, k_base, first, args.lists, inputs, KV_BLOCK, META)
+        v0, v1 = sparse_lists.load_values(query, keys, v_base, inputs, META)
         dp = tl.dot(dout.first, tl.trans(v0), input_precision=META.PRECISION)
         if META.V1 > 0:
             dp = tl.dot(dout.second, tl.trans(v1), dp, input_precision=META.PRECISION)
@@ -187,7 +176,9 @@ def _sparse_bwd_dq_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.co
             dq1 = tl.dot(ds, keys.k1, dq1, input_precision=META.PRECISION)
         _store_weights(args, p, ds, weight_rows, first, query, META)
     scale = inputs.scores.scale
-    store_heads(args.dq, Parts(first=dq0 * scale, second=dq1 * scale), query.i, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META)
+    sparse_lists.store_heads(
+        args.dq, Parts(first=dq0 * scale, second=dq1 * scale), query.i, query, META.QK0, META.QK1, META.HEAD_DIM_QK, META
+    )
 
 
 @kernel
@@ -201,7 +192,7 @@ def _sparse_delta_kernel(args: DqArguments, KV_BLOCK: tl.constexpr, META: tl.con
         delta = _delta_of(args, query, META)
         p_sink = _p_sink_of(args, query, _lse_log2_of(args, query, META), META)
         is_head = tl.arange(0, BLOCK_M) < query.num_heads
-        tl.store(args.delta_ptr + rows_of_heads(query, args.inputs, META), delta, mask=is_head)
+        tl.store(args.delta_ptr + sparse_lists.rows_of_heads(query, args.inputs, META), delta, mask=is_head)
     _store_dsink(args, local, query, -p_sink * delta, META)
 
 
@@ -225,10 +216,12 @@ def _sparse_weights_kernel(args: DqArguments, COLUMNS: tl.constexpr, KV_BLOCK: t
     first = tl.program_id(0) % blocks * BLOCK_N
     if first >= tl.where(is_query, query.num_entries, 0):
         return
-    j, is_seen = load_entries(args.lists, query, inputs, first, KV_BLOCK, META)
-    k_rows = row_pointer(inputs.k, query.b, query.h_kv, query.start_kv, META) + key_offsets(inputs.k, inputs, query.b, j, META)
-    q_rows = row_pointer(inputs.q, query.b, query.h, query.start_q + query.i, META) + head_offsets(inputs.q, META)
-    dout_rows = row_pointer(args.dout, query.b, query.h, query.start_q + query.i, META) + head_offsets(args.dout, META)
+    j, is_seen = sparse_lists.load_entries(args.lists, query, inputs, first, KV_BLOCK, META)
+    k_rows = row_pointer(inputs.k, query.b, query.h_kv, query.start_kv, META) + sparse_lists.key_offsets(
+        inputs.k, inputs, query.b, j, META
+    )
+    q_rows = row_pointer(inputs.q, query.b, query.h, query.start_q + query.i, META) + sparse_lists.head_offsets(inputs.q, META)
+    dout_rows = row_pointer(args.dout, query.b, query.h, query.start_q + query.i, META) + sparse_lists.head_offsets(args.dout, META)
     is_head = tl.arange(0, BLOCK_M) < query.num_heads
     s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -238,12 +231,14 @@ def _sparse_weights_kernel(args: DqArguments, COLUMNS: tl.constexpr, KV_BLOCK: t
         if META.IS_LATENT:  # v is k's first columns
             dp = tl.dot(_columns(dout_rows, is_head, column, COLUMNS, HEAD_DIM_V), k, dp)
     if not META.IS_LATENT:
-        v_rows = row_pointer(inputs.v, query.b, query.h_kv, query.start_kv, META) + key_offsets(inputs.v, inputs, query.b, j, META)
+        v_rows = row_pointer(inputs.v, query.b, query.h_kv, query.start_kv, META) + sparse_lists.key_offsets(
+            inputs.v, inputs, query.b, j, META
+        )
         for column in tl.range(0, HEAD_DIM_V, COLUMNS):
             v = tl.trans(_columns(v_rows, is_seen, column, COLUMNS, HEAD_DIM_V))
             dp = tl.dot(_columns(dout_rows, is_head, column, COLUMNS, HEAD_DIM_V), v, dp)
     head = head_of(inputs.scores, query.b, query.h, query.len_q, query.len_kv, query.shift, None, META)
-    delta = tl.load(args.delta_ptr + rows_of_heads(query, inputs, META), mask=is_head, other=0.0)
+    delta = tl.load(args.delta_ptr + sparse_lists.rows_of_heads(query, inputs, META), mask=is_head, other=0.0)
     s, factor, cap_tanh, score = logits(s, query.i, j[None, :], inputs.scores.scale, head, None, META)
     p = tl.exp2(tl.fma(s, factor, -_lse_log2_of(args, query, META)[:, None]))
     p = tl.where(is_seen[None, :], p, 0.0)
@@ -267,12 +262,12 @@ def _sparse_dq_kernel(args: DqArguments, COLUMNS: tl.constexpr, KV_BLOCK: tl.con
     is_head = (tl.arange(0, BLOCK_M) < query.num_heads)[:, None]
     dq = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     for first in tl.range(0, tl.where(is_query, query.num_entries, 0), BLOCK_N):
-        j, is_seen = load_entries(args.lists, query, inputs, first, KV_BLOCK, META)
-        k_rows = k_base + key_offsets(inputs.k, inputs, query.b, j, META)
+        j, is_seen = sparse_lists.load_entries(args.lists, query, inputs, first, KV_BLOCK, META)
+        k_rows = k_base + sparse_lists.key_offsets(inputs.k, inputs, query.b, j, META)
         place = first + tl.arange(0, BLOCK_N)[None, :]
         ds = tl.load(weights[:, None] + place, mask=is_head & (place < args.chunk.lines * LINE), other=0.0)
         dq = tl.dot(ds, _columns(k_rows, is_seen, column, COLUMNS, HEAD_DIM), dq)
-    target = row_pointer(args.dq, query.b, query.h, query.start_q + row, META) + head_offsets(args.dq, META)
+    target = row_pointer(args.dq, query.b, query.h, query.start_q + row, META) + sparse_lists.head_offsets(args.dq, META)
     columns = column + tl.arange(0, COLUMNS)[None, :]
     dq = (dq * inputs.scores.scale).to(args.dq.ptr.dtype.element_ty)
     tl.store(target[:, None] + columns, dq, mask=is_head & (columns < HEAD_DIM))
@@ -309,7 +304,7 @@ class Weights:
         meta = x.meta(tile, (call.out, call.dout, call.dq))._replace(IS_LATENT=x.is_latent)
         args = DqArguments(
             inputs=x.inputs(meta),
-            lists=key_lists(x),
+            lists=sparse_lists.key_lists(x),
             saved=Saved(out=rows(call.out, meta), lse_ptr=call.lse, dlse_ptr=call.dlse),
             dout=rows(call.dout, meta),
             dq=rows(call.dq, meta),
