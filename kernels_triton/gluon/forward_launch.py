@@ -60,7 +60,8 @@ def launch_forward(
         meta = meta._replace(SKIPS=False, UNMASKED_LOOP=False, IS_LATENT=x.is_latent)
     is_fp32 = out.element_size() == 4
     if is_wide or plan is not None or ((group < slots or is_fp32) and parts is None):
-        meta = with_rows_of(meta, x, launch_tile, out)
+        # out is stored from registers
+        meta = meta._replace(WIDTH_V=x.v.shape[-1], ALIGN=x.meta(launch_tile, (out,)).ALIGN)
     queries_of_consumer, keys = rows // slots, meta.PAGE_ROWS or tile.block_n
     work = forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors)
     if max_logit is not None:
@@ -157,11 +158,6 @@ def forward_meta(
         K_BLOCKWISE=False,
         V_BLOCKWISE=False,
     )
-
-
-def with_rows_of(meta: Any, problem: Problem, tile: Tile, out: Tensor) -> Any:
-    """Returns the meta of a kernel that stores out from registers."""
-    return meta._replace(WIDTH_V=problem.v.shape[-1], ALIGN=problem.meta(tile, (out,)).ALIGN)
 
 
 class SplitKeys(NamedTuple):

@@ -14,7 +14,7 @@ from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
+from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.conditions import KEYS
 from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, statistics_descriptor, step_of
@@ -62,7 +62,8 @@ def launch_of_fused(
     dim, dim1, size = meta.DIM, meta.DIM1, meta.BLOCK_M
     head_dim = x.q.shape[-1]
     converts = meta.CONVERTED > 0
-    statistics, tiles, large, dq_sums, arrivals = tiled_statistics(call, size, with_dq_sums=True, with_dq_arrivals=converts)
+    tiled = tiled_statistics(call, size, with_dq_sums=True, with_dq_arrivals=converts)
+    dq_sums = tiled.dq_sums
     assert dq_sums is not None
     dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
     bytes_per_head = (
@@ -83,28 +84,23 @@ def launch_of_fused(
     arguments = FusedArguments(
         descriptors=FusedDescriptors(
             **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in copied_tensors.items()},
-            statistics=statistics_descriptor(statistics, size),
+            statistics=statistics_descriptor(tiled.statistics, size),
             dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], list(dq_block), dq_layout),
             second=_second_descriptors(copied_tensors, sizes, dq_sums, (dq_block[0], dim1)) if dim1 else None,
         ),
         steps=FusedSteps._make(None if (t := tensors[name]) is None else step_of(t) for name in FusedSteps._fields),
-        tiles_of_statistics=tiles,
-        large=LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
         work=work,
         descales=in_fp8.descales if in_fp8 else None,
-        lengths_q=x.lengths_q,
-        lengths_kv=x.lengths_kv,
-        band=x.band,
-        scores=x.scores,
+        **shared_arguments(x, tiled),
         dropout=None if in_fp8 else x.dropout,
         lists=x.lists("q"),
-        sums=sums_of_dq(arrivals, dq_sums, dq) if converts else None,
+        sums=sums_of_dq(tiled.dq_arrivals, dq_sums, dq) if converts else None,
         dk32=dk32,
         dv32=dv32,
     )
     if converts:
         programs += cdiv(x.longest_q, meta.CONVERTED) * x.num_heads * x.batch
-    return FusedLaunch(programs, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta), None if converts else dq_sums, tiles)
+    return FusedLaunch(programs, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta), None if converts else dq_sums, tiled.tiles)
 
 
 def _second_descriptors(

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
 from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
@@ -249,7 +249,7 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
 
     `score_gradients.bias_and_capture_gradients` computes the gradients of a bias and of captures.
     """
-    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
+    x, dout, dq = call.problem, call.dout, call.dq
     dq32 = fp32_rows(dq)
     tile = tile or backward_tile(x)
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m
@@ -277,9 +277,6 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
     dq_meta = constants((QUERIES, tile.block_n), Stages(scores=2, dp=tile.v_stages, p=0, ds=2))
     dq_tile = Tile(QUERIES, tile.block_n, 4, 2)
     launch(_attn_bwd_dq_hopper_kernel, programs, x.device, dq_tile, (dq_arguments, x.mods, dq_meta))
-    has_lengths = x.has_lengths
-    if has_lengths:
-        zero_padding(x, dq, "q")
     parts = head_parts(x, tile.keys)
     call_in_parts = in_parts(call, parts)
     dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 4 * head_dims, parts=parts)
@@ -288,6 +285,4 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
     dkdv_tile = Tile(size, tile.keys, 4, 2)
     launch(_attn_bwd_dkdv_hopper_kernel, programs, x.device, dkdv_tile, (dkdv_arguments, x.mods, dkdv_meta))
     add_parts(call, call_in_parts, parts)
-    if has_lengths:
-        zero_padding(x, dk, "kv")
-        zero_padding(x, dv, "kv")
+    zero_padding_of_gradients(call)

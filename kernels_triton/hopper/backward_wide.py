@@ -7,7 +7,7 @@ part of the gradient's columns. A warp loads blocks by part.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +20,7 @@ from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_ls
 from flexattn.kernels_triton.common.preprocess import Tiled, tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.scores import logits, through_mods
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
 from flexattn.kernels_triton.common.tiles import HOPPER_BACKWARD_WIDE, HopperBackwardTile
 from flexattn.kernels_triton.gluon import backward_blocks
 from flexattn.kernels_triton.gluon.backward_blocks import key_block as block_of_keys
@@ -355,6 +355,7 @@ def wide_backward(call: Backward, tile: HopperBackwardTile = HOPPER_BACKWARD_WID
     tiled = tiled_statistics(call, tile.block_m)
     for is_dq in (True, False):
         _launch(call, tiled, tile, is_dq=is_dq)
+    zero_padding_of_gradients(call)
 
 
 def _launch(call: Backward, tiled: Tiled, tile: HopperBackwardTile, *, is_dq: bool) -> None:
@@ -363,9 +364,8 @@ def _launch(call: Backward, tiled: Tiled, tile: HopperBackwardTile, *, is_dq: bo
     rows, blocks = (queries, keys) if is_dq else (keys, queries)
     gradients = (call.dq,) if is_dq else (call.dk, call.dv)
     block_m, block_n = (ROWS.value, tile.block_n) if is_dq else (tile.block_m, tile.keys)
-    side: Literal["q", "kv"] = "q" if is_dq else "kv"
     repeated = 2 * x.longest_kv if is_dq else 4 * x.longest_q  # as in the two-kernel backward up to 256
-    work, programs = backward_work(x, ROWS.value, side, repeated * (x.q.shape[-1] + x.v.shape[-1]))
+    work, programs = backward_work(x, ROWS.value, "q" if is_dq else "kv", repeated * (x.q.shape[-1] + x.v.shape[-1]))
     arguments = WideBackwardArguments(
         descriptors=Descriptors(
             *(ragged_descriptor(t, ROWS.value, PART.value) for t in rows),
@@ -384,6 +384,3 @@ def _launch(call: Backward, tiled: Tiled, tile: HopperBackwardTile, *, is_dq: bo
     launch(
         _attn_bwd_wide_hopper_kernel, programs * len(gradients), x.device, Tile(block_m, block_n, 4, 2), (arguments, x.mods, meta)
     )
-    if x.has_lengths:
-        for gradient in gradients:
-            zero_padding(x, gradient, side)

@@ -317,20 +317,22 @@ def arguments_of_backward(problem: Problem, tiled: Tiled) -> dict[str, Any]:
     return shared_arguments(problem, tiled) | {"statistics_ptr": tiled.statistics, "dropout": problem.dropout}
 
 
+def constants_of_backward(problem: Problem) -> dict[str, Any]:
+    """Returns the constants that both kernels of a backward have, by name."""
+    x = problem
+    qk, values = split_head_dim(x.q.shape[-1]), split_head_dim(x.v.shape[-1])
+    widths = {"QK0": qk[0], "QK1": qk[1], "V0": values[0], "V1": values[1]}
+    dims = {"HEAD_DIM_QK": x.q.shape[-1], "HEAD_DIM_V": x.v.shape[-1]}
+    return {**x.features._asdict(), **widths, **dims, "GROUP": 1, "IS_FP8": False, "ALIGN": 8}
+
+
 def launch_key_blocks(call: Backward, tile: MmaBackwardTile, tiled: Tiled) -> None:
     """Launches the kernel of blocks of keys: dk and dv and, if `tiled` has memory for its sums, dq."""
     x, dq_sums = call.problem, tiled.dq_sums
-    qk, values = split_head_dim(x.q.shape[-1]), split_head_dim(x.v.shape[-1])
     meta = MmaBackwardMeta(
-        **x.features._asdict(),
+        **constants_of_backward(x),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        QK0=qk[0],
-        QK1=qk[1],
-        V0=values[0],
-        V1=values[1],
-        HEAD_DIM_QK=x.q.shape[-1],
-        HEAD_DIM_V=x.v.shape[-1],
         WARPS=tile.warps,
         SCORE_WARPS=tile.score_warps,
         KEY_WARPS=tile.key_warps,
@@ -338,11 +340,8 @@ def launch_key_blocks(call: Backward, tile: MmaBackwardTile, tiled: Tiled) -> No
         Q_STAGES=tile.q_stages,
         HOLDS_V=tile.holds_v,
         ADDS_DQ=dq_sums is not None,
-        GROUP=1,
-        IS_FP8=False,
-        ALIGN=8,
     )
-    bytes_per_head = 4 * (sum(qk) + sum(values)) * x.longest_q  # approximate: q and dout, twice, to leave room
+    bytes_per_head = 4 * (meta.QK0 + meta.QK1 + meta.V0 + meta.V1) * x.longest_q  # approximate: q and dout, twice, to leave room
     if dq_sums is not None:
         bytes_per_head = 12 * tile.head_dim * max(x.longest_q, x.longest_kv)  # as for other fused backwards
     work, programs = backward_work(x, tile.block_n, "kv", bytes_per_head, is_fused=dq_sums is not None)

@@ -22,7 +22,6 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.scores import logits, through_mods
 from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
-from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon import backward_blocks
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
@@ -30,7 +29,7 @@ from flexattn.kernels_triton.gluon.masking import apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import allocate_parts, product_layout
-from flexattn.kernels_triton.mma.backward import arguments_of_backward, launch_key_blocks
+from flexattn.kernels_triton.mma.backward import arguments_of_backward, constants_of_backward, launch_key_blocks
 from flexattn.kernels_triton.mma.copies import copy_block
 from flexattn.kernels_triton.mma.dropout import kept
 from flexattn.kernels_triton.mma.products import Destination, add_product, at, product_of_rows, store_part, zeros_of_part
@@ -204,25 +203,15 @@ def _attn_bwd_dq_mma_kernel(args: MmaDqArguments, MODS: gl.constexpr, META: gl.c
 
 def _launch_dq(call: Backward, tile: MmaDqTile, tiled: Tiled, statistics: int) -> None:
     x = call.problem
-    qk, values = split_head_dim(x.q.shape[-1]), split_head_dim(x.v.shape[-1])
     meta = MmaDqMeta(
-        **x.features._asdict(),
+        **constants_of_backward(x),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         STATISTICS=statistics,
-        QK0=qk[0],
-        QK1=qk[1],
-        V0=values[0],
-        V1=values[1],
-        HEAD_DIM_QK=x.q.shape[-1],
-        HEAD_DIM_V=x.v.shape[-1],
         WARPS=tile.warps,
         STAGES=tile.num_stages,
-        GROUP=1,
-        IS_FP8=False,
-        ALIGN=8,
     )
-    work, programs = backward_work(x, tile.block_m, "q", 2 * (sum(qk) + sum(values)) * x.longest_kv)
+    work, programs = backward_work(x, tile.block_m, "q", 2 * (meta.QK0 + meta.QK1 + meta.V0 + meta.V1) * x.longest_kv)
     arguments = MmaDqArguments(
         q=rows_of(x.q, meta),
         k=rows_of(x.k, meta),
