@@ -231,14 +231,8 @@ class _Walk:
 
     def partial(self, name: str, value: functools.partial[Any], may_copy: bool) -> _Parts:
         self.refuse_attributes(name, value)
-        function, args, keywords = self.fields(value, "func", "args", "keywords")
-        self.entries.append((lambda *_: len(keywords), "", len(keywords)))
-        parts = (function, args, *[self.entry(keywords, key) for key in keywords])
-
-        def remake(news: list[Any]) -> object:
-            return functools.partial(news[0], *news[1], **dict(zip(keywords, news[2:], strict=True)))
-
-        return tuple(keywords), (name, name, *keywords), parts, remake
+        parts = self.fields(value, "func", "args", "keywords")
+        return "", (name, name, ""), parts, lambda news: functools.partial(news[0], *news[1], **news[2])
 
     def container(self, name: str, value: Any, may_copy: bool) -> _Parts:
         kind: Any = type(value)
@@ -256,7 +250,7 @@ class _Walk:
 
         if token is None:
             token = tuple(self.visit(name, key, may_copy=False)[0] for key in keys)
-        names = [f"{name}_{key}" for key in keys or range(len(items))]
+        names = [f"{name}_{key}" if name else str(key) for key in keys or range(len(items))]
         return token, names, items, remake
 
     def object(self, name: str, value: Any, may_copy: bool) -> _Parts:
