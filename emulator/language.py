@@ -50,7 +50,6 @@ FUNCTIONS |= {
     "expand_dims": expand_dims,
     "to_tensor": scalar,
     "cdiv": lambda x, div: (x + div - 1) // div,
-    "num_ctas": lambda: 1,
 }
 for _name, _op in {"add": "add", "sub": "sub", "mul": "mul", "fdiv": "truediv", "div_rn": "truediv"}.items():
     FUNCTIONS[_name] = lambda a, b, _op=_op, **_: binary(_op, a, b)
@@ -105,6 +104,9 @@ def _counts(values: Sequence[object] | object) -> list[int]:
 # The grid.
 
 
+FUNCTIONS |= {"num_ctas": lambda: 1, "num_warps": lambda: program().current.warps}
+
+
 @_emulates()
 def program_id(axis: Operand) -> Scalar:
     return Scalar(program().program_id[int(axis)], tl.int32)
@@ -113,11 +115,6 @@ def program_id(axis: Operand) -> Scalar:
 @_emulates()
 def num_programs(axis: Operand) -> Scalar:
     return Scalar(program().grid[int(axis)], tl.int32)
-
-
-@_emulates()
-def num_warps() -> int:
-    return program().current.warps
 
 
 @_emulates("barrier", "thread_barrier")
@@ -151,23 +148,17 @@ def full(shape: Sequence[Operand], value: Operand, dtype: DType, layout: Layout 
 
 
 @_emulates()
-def zeros(shape: Sequence[Operand], dtype: DType, layout: Layout = None) -> Tensor:
-    return full(shape, 0, dtype, layout)
-
-
-@_emulates()
 def full_like(x: Tensor, value: Operand, shape: Any = None, dtype: DType = None, layout: Layout = None) -> Tensor:
     return full(x.shape if shape is None else shape, value, dtype or x.dtype, layout or x.layout)
 
 
-@_emulates()
-def zeros_like(x: Tensor, shape: Any = None, dtype: DType = None, layout: Layout = None) -> Tensor:
-    return full_like(x, 0, shape, dtype, layout)
-
-
-@_emulates("cast")
-def cast_to(x: Operand, dtype: DType, **options: Any) -> Operand:
-    return (x if isinstance(x, Tensor) else scalar(x)).to(dtype, **options)
+FUNCTIONS |= {
+    "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype, layout),
+    "zeros_like": lambda x, shape=None, dtype=None, layout=None: full_like(x, 0, shape, dtype, layout),
+    "cast": lambda x, dtype, **options: (x if isinstance(x, Tensor) else scalar(x)).to(dtype, **options),
+    "permute": lambda x, *dims: Tensor(x.data.transpose(_flat(dims)), x.dtype, layouts.AutoLayout()),
+    "reshape": lambda x, *shape, **_: Tensor(x.data.reshape(_flat(shape)), x.dtype, layouts.AutoLayout()),
+}
 
 
 @_emulates("abs")
@@ -202,16 +193,6 @@ def set_auto_layout(x: Operand, layout: Layout) -> Operand:
     if not isinstance(x.layout, layouts.AutoLayout):
         raise GluonError(f"set_auto_layout of a tensor that has layout {x.layout}")
     return like(x, x.data if isinstance(x, Tensor) else x.offset, layout)
-
-
-@_emulates()
-def permute(x: Tensor, *dims: Operand) -> Tensor:
-    return Tensor(x.data.transpose(_flat(dims)), x.dtype, layouts.AutoLayout())
-
-
-@_emulates()
-def reshape(x: Tensor, *shape: Operand, **_: object) -> Tensor:
-    return Tensor(x.data.reshape(_flat(shape)), x.dtype, layouts.AutoLayout())
 
 
 @_emulates()
