@@ -73,8 +73,14 @@ LATER = {
     "few keys and head dims in parts": ("kernels_triton/hopper/few_keys.py", "kernels_triton/hopper/forward_parts.py"),
     "backward above head dim 256": ("kernels_triton/hopper/backward_wide.py",),
     "diffusers": ("flexattn/integrations/diffusers.py",),
-    "trainers": ("flexattn/integrations/megatron.py", "flexattn/integrations/torchtitan.py"),
-    "engines": tuple(f"flexattn/integrations/{name}.py" for name in ("engines", "sglang", "vllm")),
+    "trainers": (
+        *("flexattn/integrations/megatron.py", "flexattn/integrations/torchtitan.py"),
+        *("bench/package_models.py", "bench/older_torch.py"),
+    ),
+    "engines": (
+        *(f"flexattn/integrations/{name}.py" for name in ("engines", "sglang", "vllm")),
+        *("bench/engines.py", "bench/engines_sglang.py"),
+    ),
     "QK-norm and rotary positions": (
         *("kernels_triton/portable/norm_rope.py", "dispatch/norm_rope.py"),
         *("flexattn/norm_rope.py", "bench/norm_rope.py"),
