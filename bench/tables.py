@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -314,6 +315,24 @@ def pairs(a: Record, b: Record) -> list[Pair]:
     return found
 
 
+def _slower_beside_others(both: Sequence[Pair]) -> list[str]:
+    """Returns a line for each row of flexattn with a ratio of 3 % or more above the median ratio of the cell's other libraries.
+
+    Two machines change the times of all libraries, and a change of flexattn's code those of flexattn alone.
+    """
+    others: dict[tuple[str, str], list[float]] = {}
+    for p in both:
+        if not is_ours(p.a.implementation):
+            others.setdefault((p.a.workload, p.a.direction), []).append(p.ratio)
+    found = []
+    for p in both:
+        ratios = others.get((p.a.workload, p.a.direction))
+        if is_ours(p.a.implementation) and ratios and p.ratio >= 1.03 * statistics.median(ratios):
+            excess = p.ratio / statistics.median(ratios)
+            found.append((excess, f"slower beside the others: {p.a.workload} {p.a.direction} {p.a.implementation} {excess:.3f}"))
+    return [line for _, line in sorted(found, reverse=True)]
+
+
 def compare(a: Record, b: Record, names: Sequence[str] = ("A", "B")) -> str:
     """Returns a table of every pair, and the geometric mean of each implementation's ratios.
 
@@ -344,6 +363,7 @@ def compare(a: Record, b: Record, names: Sequence[str] = ("A", "B")) -> str:
     for name in dict.fromkeys(p.a.implementation for p in both):
         ratios = [p.ratio for p in both if p.a.implementation == name]
         text.append(f"{name}: B / A {geometric_mean(ratios):.3f} (geometric mean of {len(ratios)} cells)")
+    text += _slower_beside_others(both)
     for record, other, label in ((a, b, "A"), (b, a, "B")):
         missing = {(r.implementation, r.workload, r.direction) for r in record.rows if r.us is not None} - {
             (r.implementation, r.workload, r.direction) for r in other.rows if r.us is not None

@@ -678,6 +678,15 @@ def test_compare_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "devices differ" not in said
 
 
+def test_rows_that_became_slower_beside_others_are_named() -> None:
+    """The machine of b is 10 % faster. flexattn has the old time of 1,024 tokens, and its ratio's excess is that of the others."""
+    a = recorded([row("flexattn triton", 100.0), row("FlexAttention", 200.0), row("SDPA cuDNN", 300.0)])
+    b = recorded([row("flexattn triton", 100.0), row("FlexAttention", 180.0), row("SDPA cuDNN", 270.0)])
+    lines = [line for line in compare(a, b).splitlines() if line.startswith("slower")]
+    assert lines == ["slower beside the others: sweep-d128-causal-s1024 forward flexattn triton 1.111"]
+    assert "slower" not in compare(a, b._replace(rows=[r._replace(us=0.9 * (r.us or 0.0)) if r.us == 100.0 else r for r in b.rows]))
+
+
 def test_only_the_same_workload_is_compared() -> None:
     a = recorded(ROWS)
     other = dict(a.workloads) | {name: w._replace(num_heads=8) for name, w in a.workloads.items()}
