@@ -75,7 +75,7 @@ LATER = {
     "diffusers": ("flexattn/integrations/diffusers.py",),
     "trainers": (
         *("flexattn/integrations/megatron.py", "flexattn/integrations/torchtitan.py"),
-        *("bench/package_models.py", "bench/older_torch.py"),
+        "bench/package_models.py",
     ),
     "engines": (
         *(f"flexattn/integrations/{name}.py" for name in ("engines", "sglang", "vllm")),
