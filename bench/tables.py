@@ -318,7 +318,7 @@ def pairs(a: Record, b: Record) -> list[Pair]:
 def _slower_beside_others(both: Sequence[Pair]) -> list[str]:
     """Returns a line for each row of flexattn with a ratio of 3 % or more above the median ratio of the cell's other libraries.
 
-    Two machines change the times of all libraries, and a change of flexattn's code those of flexattn alone.
+    Another machine changes the times of all libraries. A change of flexattn's code changes the times of flexattn alone.
     """
     others: dict[tuple[str, str], list[float]] = {}
     for p in both:
@@ -327,8 +327,7 @@ def _slower_beside_others(both: Sequence[Pair]) -> list[str]:
     found = []
     for p in both:
         ratios = others.get((p.a.workload, p.a.direction))
-        if is_ours(p.a.implementation) and ratios and p.ratio >= 1.03 * statistics.median(ratios):
-            excess = p.ratio / statistics.median(ratios)
+        if is_ours(p.a.implementation) and ratios and (excess := p.ratio / statistics.median(ratios)) >= 1.03:
             found.append((excess, f"slower beside the others: {p.a.workload} {p.a.direction} {p.a.implementation} {excess:.3f}"))
     return [line for _, line in sorted(found, reverse=True)]
 

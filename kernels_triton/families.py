@@ -54,7 +54,7 @@ class Family(Generic[Call]):
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU, and faster there; if False, they run only on request
     fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile that fits its head dims or few keys; None: there is none
-    needs_diagonal: bool = False  # they were not tested with bands that do not contain their diagonal
+    takes_any_band: bool = False  # whether they were tested with bands that do not contain their diagonal
 
 
 class ForwardFamily(Family[Forward]):
@@ -138,7 +138,7 @@ def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str 
 def _beside_diagonal(problem: Problem, family: Family[Any]) -> str | None:
     """Returns the reason if the band does not contain its diagonal and the family does not run such bands; otherwise None."""
     sides = (problem.window_left, problem.window_right)
-    if not family.needs_diagonal or all(side is None or side >= 0 for side in sides):
+    if family.takes_any_band or all(side is None or side >= 0 for side in sides):
         return None
     return "it was not tested with a window that ends before its diagonal"
 
@@ -223,6 +223,7 @@ def _gluon_splits(call: Forward, tile: object, module: str = "gluon.conditions",
 
 HOPPER_FORWARD = ForwardFamily(
     name="sm_90",
+    takes_any_band=True,
     unsupported=lambda call: _kernels("hopper.conditions").forward_unsupported(call.problem, call.out),
     tile=lambda call: _kernels("hopper.conditions").forward_tile(call.problem),
     run=lambda call, tile: _kernels("hopper.forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
@@ -240,7 +241,6 @@ HOPPER_WIDE_FORWARD = ForwardFamily(
     run=lambda call, tile: _kernels("hopper.wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
     splits=_gluon_splits,
     capabilities=_SM_90,
-    needs_diagonal=True,
 )
 
 
@@ -258,7 +258,6 @@ HOPPER_FP8_CACHE = ForwardFamily(
     run=lambda call, tile: _kernels("hopper.fp8_cache").fp8_cache_forward(call.problem, call.out, call.lse, tile),
     splits=lambda call, tile: _gluon_splits(call, tile, "hopper.fp8_cache"),
     capabilities=_SM_90,
-    needs_diagonal=True,
 )
 
 
@@ -283,12 +282,12 @@ HOPPER_FP8_FORWARD = ForwardFamily(
     tile=lambda call: _kernels("hopper.fp8_forward").tile_of(call.problem),
     run=_run_fp8_forward,
     capabilities=_SM_90,
-    needs_diagonal=True,
 )
 
 
 BLACKWELL_FORWARD = ForwardFamily(
     name="sm_100",
+    takes_any_band=True,
     unsupported=lambda call: _unsupported_out(call) or _kernels("blackwell.conditions").forward_unsupported(call.problem, call.out),
     tile=lambda call: _kernels("blackwell.conditions").forward_tile(call.problem),
     run=lambda call, tile: _kernels("blackwell.forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
@@ -300,6 +299,7 @@ BLACKWELL_FORWARD = ForwardFamily(
 
 MMA_FORWARD = ForwardFamily(
     name="mma.sync",
+    takes_any_band=True,
     unsupported=lambda call: _kernels("mma.conditions").forward_unsupported(call.problem, call.out),
     tile=lambda call: _kernels("mma.tiles").forward_tile(call.problem),
     run=lambda call, tile: _kernels("mma.forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
@@ -311,6 +311,7 @@ MMA_FORWARD = ForwardFamily(
 MMA_FP8_FORWARD = replace(
     MMA_FORWARD,
     name="mma.sync FP8",
+    takes_any_band=True,
     unsupported=lambda call: _kernels("mma.conditions").fp8_forward_unsupported(call.problem, call.out, call.max_logit is not None),
     capabilities=frozenset((89, 120)),
 )
@@ -369,6 +370,7 @@ def _blocks_of_two_kernels(tile: Any) -> str:
 
 HOPPER_FUSED = BackwardFamily(
     name="sm_90 fused",
+    takes_any_band=True,
     unsupported=_unsupported_by("hopper.conditions.fused_unsupported", _unsupported_if_repeated),
     tile=lambda call: _kernels("hopper.conditions").fused_tile(call.problem),
     blocks=_blocks_of_fused,
@@ -379,6 +381,7 @@ HOPPER_FUSED = BackwardFamily(
 
 HOPPER_FUSED_192 = BackwardFamily(
     name="sm_90 fused 192",
+    takes_any_band=True,
     unsupported=_unsupported_by("hopper.conditions.fused_192_unsupported", _unsupported_if_repeated),
     tile=lambda call: _kernels("hopper.conditions").fused_192_tile(call.problem),
     blocks=_blocks_of_fused,
@@ -388,6 +391,7 @@ HOPPER_FUSED_192 = BackwardFamily(
 
 BLACKWELL_FUSED = BackwardFamily(
     name="sm_100 fused",
+    takes_any_band=True,
     unsupported=_unsupported_by("blackwell.conditions.backward_unsupported", _unsupported_if_repeated, _unsupported_in_fp32),
     tile=lambda call: _kernels("blackwell.conditions").backward_tile(call.problem),
     run=lambda call, tile: _run_backward(_kernels("blackwell.backward").blackwell_backward, call, tile),
@@ -397,6 +401,7 @@ BLACKWELL_FUSED = BackwardFamily(
 
 MMA_FUSED = BackwardFamily(
     name="mma.sync fused",
+    takes_any_band=True,
     unsupported=lambda call: _kernels("mma.conditions").backward_unsupported(call),
     tile=lambda call: _kernels("mma.tiles").backward_tile(call.problem),
     run=lambda call, tile: _run_backward(_kernels("mma.backward").mma_backward, call, tile),
@@ -405,6 +410,7 @@ MMA_FUSED = BackwardFamily(
 
 MMA_TWO_KERNELS = BackwardFamily(
     name="mma.sync two-kernel",
+    takes_any_band=True,
     unsupported=lambda call: _kernels("mma.conditions").two_kernels_unsupported(call),
     tile=lambda call: (_kernels("mma.tiles").dq_tile(call.problem), _kernels("mma.tiles").backward_tile(call.problem)),
     blocks=lambda tiles: (
@@ -416,6 +422,7 @@ MMA_TWO_KERNELS = BackwardFamily(
 
 HOPPER_TWO_KERNELS = BackwardFamily(
     name="sm_90 two-kernel",
+    takes_any_band=True,
     unsupported=_unsupported_by("hopper.conditions.backward_unsupported"),
     tile=lambda call: _kernels("hopper.conditions").backward_tile(call.problem),
     blocks=_blocks_of_two_kernels,
@@ -425,6 +432,7 @@ HOPPER_TWO_KERNELS = BackwardFamily(
 
 HOPPER_WIDE_BACKWARD = BackwardFamily(
     name="sm_90 wide two-kernel",
+    takes_any_band=True,
     unsupported=_unsupported_by("hopper.conditions.wide_backward_unsupported"),
     tile=lambda call: HOPPER_BACKWARD_WIDE,
     blocks=_blocks_of_two_kernels,
@@ -440,7 +448,6 @@ HOPPER_FP8_FUSED = BackwardFamily(
     run=lambda call, tile: _run_backward(_kernels("hopper.fp8_backward_fused").fp8_fused_backward, call, tile),
     rules="sm_90 fused",  # faster if the 16-bit kernel is, because that one needs a dequantisation first
     capabilities=_SM_90,
-    needs_diagonal=True,
 )
 
 HOPPER_FP8_TWO_KERNELS = BackwardFamily(
@@ -451,7 +458,6 @@ HOPPER_FP8_TWO_KERNELS = BackwardFamily(
     run=lambda call, tile: _run_backward(_kernels("hopper.fp8_backward").fp8_backward, _with_key_lists(call), tile),
     rules="sm_90 two-kernel",
     capabilities=_SM_90,
-    needs_diagonal=True,
 )
 
 
@@ -471,6 +477,7 @@ SPARSE_FORWARD = ForwardFamily(
 
 HOPPER_SPARSE_LATENT = ForwardFamily(
     name="sm_90 sparse latent",
+    takes_any_band=True,
     unsupported=lambda call: _unsupported_out(call) or _kernels("sparse.conditions").wide_unsupported(call.problem),
     tile=lambda call: _kernels("sparse.conditions").wide_tile(call.problem),
     blocks=_heads_and_keys,
@@ -481,6 +488,7 @@ HOPPER_SPARSE_LATENT = ForwardFamily(
 
 HOPPER_SPARSE = ForwardFamily(
     name="sm_90 sparse",
+    takes_any_band=True,
     unsupported=lambda call: _unsupported_out(call) or _kernels("sparse.conditions").narrow_unsupported(call.problem),
     tile=lambda call: _kernels("sparse.conditions").narrow_tile(call.problem),
     blocks=_heads_and_keys,
@@ -492,6 +500,7 @@ HOPPER_SPARSE = ForwardFamily(
 
 SPARSE_BLOCK_FORWARD = ForwardFamily(
     name="sparse by block",
+    takes_any_band=True,
     unsupported=lambda call: _unsupported_out(call) or _kernels("sparse.conditions").block_unsupported(call.problem),
     tile=lambda call: _kernels("sparse.tiles").block_forward_tile(call.problem),
     run=lambda call, tile: _kernels("sparse.block_forward").block_forward(call.problem, call.out, call.lse, tile),
@@ -513,6 +522,7 @@ SPARSE_BACKWARD = BackwardFamily(
 
 SPARSE_BLOCK_BACKWARD = BackwardFamily(
     name="sparse by block",
+    takes_any_band=True,
     unsupported=lambda call: _kernels("sparse.conditions").block_unsupported(call.problem),
     tile=lambda call: _kernels("sparse.tiles").block_backward_tile(call.problem),
     run=lambda call, tile: _kernels("sparse.block_backward").block_backward(call, tile),
@@ -541,13 +551,13 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
     return replace(
         family,
         name=f"{family.name}, dequantized",
+        takes_any_band=False,
         unsupported=lambda call: _unsupported_in_fp8(call) or evaluate(family.unsupported, call),
         tile=lambda call: evaluate(family.tile, call),
         fitted_tile=lambda call: evaluate(family.fitted_tile, call),
         facts=lambda call: evaluate(family.facts, call),
         rules=family.rules or family.name,
         run=run,
-        needs_diagonal=True,
     )
 
 

@@ -105,8 +105,9 @@ def _shown_scores(s, block, n, i, j, is_full, MODS: tl.constexpr, META: tl.const
 
 # - bias_pointer is incremented like the others: if it depended on n, LLVM would compute n with 64 bits.
 # - The bias is loaded before the products, so that the compiler chooses their layout, and not its own, for the statistics of rows.
-# - IS_END: at most one tile has keys past the end. A pipeline would begin copies even without it. With IS_NEAR both loops
-#   have one: then ptxas serialises the products (C7515) with fewer registers, and tiles fit their limit without spills.
+# - IS_END: at most one tile has keys past the end. A pipeline would begin copies even without it, but only loops with a bias are
+#   faster without one. With IS_NEAR both loops have one: then ptxas serialises the products (C7515) with fewer registers, and
+#   tiles fit their limit without spills.
 @triton.jit
 def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
     BLOCK_N: tl.constexpr = META.BLOCK_N
