@@ -20,7 +20,7 @@ from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 
 class DqRing(NamedTuple):
-    """Tiles of dq in shared memory, two for each stage, one from each consumer, on their way to the sums."""
+    """Tiles of dq in shared memory on their way to the sums: for each stage one from each consumer, or one part of the head dim."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -40,13 +40,10 @@ def write_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
     # n: the iteration of this dq
     stage = Stage(n, META.DQ_STAGES)
     pipeline.wait_empty(ring.empty, stage)
-    ring.tiles.index(2 * pipeline.index(stage) + CONSUMER).store(in_order_of_sums(dq))
-
-
-@gluon.jit
-def write_second_dq(dq1, tiles, n, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # Writes the second part of dq after `write_dq`. tiles: of that part, as in `DqRing`
-    tiles.index(2 * pipeline.index(Stage(n, META.DQ_STAGES)) + CONSUMER).store(in_order_of_sums(dq1))
+    slot = pipeline.index(stage)
+    if META.DIM1 == 0:
+        slot = 2 * slot + CONSUMER
+    ring.tiles.index(slot).store(in_order_of_sums(dq))
 
 
 @gluon.jit
@@ -76,13 +73,15 @@ def _add_block(args, ring: DqRing, tiles, block: Block, before, META: gl.constex
         pipeline.wait_full(ring.full, stage)
         # A listed block may be past the end, with no row of this head. (The engine cannot add to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
-            for part in gl.static_range(2):
-                if META.BLOCK_M == ROWS:
-                    reduce_add(descriptor, [sums_row, part * (META.DIM // 2)], ring.tiles.index(2 * index + part))
-                else:
-                    reduce_add(descriptor, [sums_row + part * ROWS, 0], ring.tiles.index(2 * index + part))
-                if second.dq is not None:
-                    reduce_add(second.dq, [sums_row, META.DIM], tiles.second.dq.index(2 * index + part))
+            if second.dq is not None:
+                reduce_add(descriptor, [sums_row, 0], ring.tiles.index(index))
+                reduce_add(second.dq, [sums_row, META.DIM], tiles.second.dq.index(index))
+            else:
+                for part in gl.static_range(2):
+                    if META.BLOCK_M == ROWS:
+                        reduce_add(descriptor, [sums_row, part * (META.DIM // 2)], ring.tiles.index(2 * index + part))
+                    else:
+                        reduce_add(descriptor, [sums_row + part * ROWS, 0], ring.tiles.index(2 * index + part))
         tma.store_wait(0)  # the engine has read the tile
         pipeline.release(ring.empty, stage)
         position = next_queries(position, block, args.work)

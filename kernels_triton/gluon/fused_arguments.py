@@ -99,7 +99,7 @@ class FusedArguments(NamedTuple):
 
 
 class SecondTiles(NamedTuple):
-    """The second parts of the tiles in `FusedTiles`. Both consumers write all columns of dq, each from its own keys."""
+    """The second parts of the tiles in `FusedTiles`. The first consumer computes the first part of dq, the second one this part."""
 
     q: gl.shared_memory_descriptor
     dout: gl.shared_memory_descriptor

@@ -33,7 +33,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_parts import convert_part, is_key_block
-from flexattn.kernels_triton.gluon.dq_sums import DqRing, hand_over_dq, write_dq, write_second_dq
+from flexattn.kernels_triton.gluon.dq_sums import DqRing, hand_over_dq, write_dq
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
@@ -42,7 +42,7 @@ from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.products import dq_product, product_layout, second_dq_product, zero_rows
+from flexattn.kernels_triton.hopper.products import dq_product, product_layout, zero_rows
 
 
 @gluon.constexpr_function
@@ -208,21 +208,11 @@ def _begin_dk(ds16, tiles: FusedTiles, index, dk, dk1, META: gl.constexpr):
 
 @gluon.jit
 def _begin_dq(tiles: FusedTiles, slot, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # Returns this warpgroup's share of both parts of a tile of dq, in flight
-    dq = dq_product(tiles.ds, tiles.k16 if META.IS_FP8 else tiles.k, slot, k_tile, CONSUMER, META)
-    dq1 = ()
-    if META.DIM1 > 0:
-        dq1 = second_dq_product(tiles.ds, tiles.second.k, slot, k_tile, CONSUMER, META)
-    return dq, dq1
-
-
-@gluon.jit
-def _wait_for_dq(dq, dq1, IN_FLIGHT: gl.constexpr, META: gl.constexpr):
-    if META.DIM1 > 0:
-        dq, dq1 = warpgroup_mma_wait(IN_FLIGHT, deps=[dq, dq1])
+    # Returns this warpgroup's share of a tile of dq, in flight
+    if META.DIM1 > 0 and CONSUMER == 1:
+        return dq_product(tiles.ds, tiles.second.k, slot, k_tile, META.DIM1, CONSUMER, META)
     else:
-        dq = warpgroup_mma_wait(IN_FLIGHT, deps=[dq])
-    return dq, dq1
+        return dq_product(tiles.ds, tiles.k16 if META.IS_FP8 else tiles.k, slot, k_tile, META.DIM, CONSUMER, META)
 
 
 @gluon.jit
@@ -245,10 +235,11 @@ def _wait_for_all_sums(dv, dv1, p16, dk, dk1, ds16, IN_FLIGHT: gl.constexpr, MET
 
 
 @gluon.jit
-def _write_both_dq(dq, dq1, tiles: FusedTiles, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
-    write_dq(dq, ring, n, CONSUMER, META)
-    if META.DIM1 > 0:
-        write_second_dq(dq1, tiles.second.dq, n, CONSUMER, META)
+def _ring_of(tiles: FusedTiles, barriers: FusedBarriers, CONSUMER: gl.constexpr, META: gl.constexpr):
+    if META.DIM1 > 0 and CONSUMER == 1:
+        return DqRing(tiles=tiles.second.dq, full=barriers.dq_full, empty=barriers.dq_empty)
+    else:
+        return DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
 
 
 @gluon.jit
@@ -338,9 +329,9 @@ def _end_iterations(
     last = named.ds_slot(consumer.iterations + 1)
     named.wait_written(last, CONSUMER)
     if consumer.iterations > 0:
-        dq, dq1 = _begin_dq(tiles, last, consumer.k_tile, CONSUMER, META)  # dQ = dS^T K
-        dq, dq1 = _wait_for_dq(dq, dq1, 0, META)
-        _write_both_dq(dq, dq1, tiles, ring, n, CONSUMER, META)
+        dq = _begin_dq(tiles, last, consumer.k_tile, CONSUMER, META)  # dQ = dS^T K
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        write_dq(dq, ring, n, CONSUMER, META)
         hand_over_dq(ring, n, META)
 
 
@@ -388,15 +379,14 @@ def _consume_block(
 ):
     # Computes dk and dv of 64 keys, and half of each tile of dq; the top of this file shows the order of the products.
     scores = args.scores
-    ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
+    ring = _ring_of(tiles, barriers, CONSUMER, META)
     DTYPE: gl.constexpr = tiles.ds.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     LEFT: gl.constexpr = gl.DotOperandLayout(0, product_layout(META.DIM), 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, _scores_layout(META))
     PARTS: gl.constexpr = 2 if META.DIM1 > 0 else 1  # products for each of scores, dp, dv and dk
     SCORES_IN_FLIGHT: gl.constexpr = PARTS if META.IS_AHEAD else 0
-    # of dq a product with each warpgroup's keys, and one for the second part
-    IN_FLIGHT: gl.constexpr = SCORES_IN_FLIGHT + (1 + PARTS if META.DP_FIRST else 0)
+    IN_FLIGHT: gl.constexpr = SCORES_IN_FLIGHT + (2 if META.DP_FIRST else 0)  # of dq a product with each warpgroup's keys
     gl.static_assert(META.DP_FIRST or META.IS_AHEAD)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=_scores_layout(META))
     dk, dk1 = zero_rows(META.DIM), zero_rows(META.DIM1)
@@ -424,7 +414,7 @@ def _consume_block(
                 raw_s = warpgroup_mma_wait(PARTS, deps=[raw_s])
         else:
             named.wait_written(now.last, CONSUMER)
-            dq, dq1 = _begin_dq(tiles, now.last, consumer.k_tile + now.zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
+            dq = _begin_dq(tiles, now.last, consumer.k_tile + now.zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         drawn = drawn_weights(consumer.draws, position.h, now.row, consumer.n_start, BLOCK_M, True, META)
         if META.PINGPONG:
             named.named_barrier_sync_at(named.TURN + CONSUMER + now.zero, named.BOTH)
@@ -436,13 +426,13 @@ def _consume_block(
         if not META.DP_FIRST:
             # Between exp and the wait for dq: ptxas moves a wait for all products to the start of its basic block, which is here.
             mbarrier.wait(barriers.dout_full.index(index), now.phase)
-            dq, dq1 = _wait_for_dq(dq, dq1, 0, META)
+            dq = warpgroup_mma_wait(0, deps=[dq])
         dv, dv1 = _begin_dv(p16, tiles, index, dv, dv1, META)  # dV += P dO
         if META.DP_FIRST:
             dp = warpgroup_mma_wait(PARTS, deps=[dp])
         else:
             if m_block > 0:  # during the product; dp then reuses the registers of dq
-                _write_both_dq(dq, dq1, tiles, ring, now.n - 1, CONSUMER, META)
+                write_dq(dq, ring, now.n - 1, CONSUMER, META)
             dp = _begin_dp(tiles, now, zeros, META)  # dP = V dO^T
             if m_block > 0:
                 hand_over_dq(ring, now.n - 1, META)
@@ -467,7 +457,7 @@ def _consume_block(
         named.announce_written(now.current, CONSUMER)
         if META.DP_FIRST:
             named.wait_written(now.last, CONSUMER)
-            dq, dq1 = _begin_dq(tiles, now.last, consumer.k_tile + now.zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
+            dq = _begin_dq(tiles, now.last, consumer.k_tile + now.zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         if META.IS_AHEAD:
             next_raw_s = _begin_next_scores(tiles, barriers, now, has_next, META)  # S = K Q^T
         if META.DP_FIRST and META.DV_WITH_DK:
@@ -480,11 +470,11 @@ def _consume_block(
         else:
             pipeline.release(barriers.q_empty, now.stage)
         if META.DP_FIRST:
-            dq, dq1 = _wait_for_dq(dq, dq1, SCORES_IN_FLIGHT, META)
+            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[dq])
             if has_next:
                 named.announce_read(now.last, CONSUMER)
             if m_block > 0:
-                _write_both_dq(dq, dq1, tiles, ring, now.n - 1, CONSUMER, META)
+                write_dq(dq, ring, now.n - 1, CONSUMER, META)
                 hand_over_dq(ring, now.n - 1, META)
         if META.IS_AHEAD:
             raw_s = warpgroup_mma_wait(0, deps=[next_raw_s])

@@ -48,7 +48,7 @@ def launch_fused(kernel: Any, call: Backward, tile: Any) -> None:
         V_STAGES=2 if tile.is_persistent and not is_fp8 and tile.head_dim <= 64 else 1,
         CONVERTED=DQ_PART // tile.head_dim if parts is None and converts_dq(x, call.dq, tile) else 0,
     )
-    dq_block = (ROWS.value, tile.queries * dim // KEYS)
+    dq_block = (ROWS.value, dim if dim1 else tile.queries * dim // KEYS)
 
     def fp8_operands() -> Fp8Operands:
         return Fp8Operands(descales_of(x), copies_in_16_bits(x, call.dout, call.out.dtype))

@@ -27,7 +27,7 @@ def allocate_fused(args: FusedArguments, META: gl.constexpr):
             dout=allocate_tiles(STAGES, parts.dout),
             k=allocate_tiles(2 * META.K_STAGES, parts.k),
             v=allocate_tiles(2 * META.V_STAGES, parts.v),
-            dq=allocate_tiles(2 * META.DQ_STAGES, parts.dq),
+            dq=allocate_tiles(META.DQ_STAGES, parts.dq),
         )
     tiles = FusedTiles(
         q=allocate_tiles(STAGES, descriptors.q),
@@ -40,7 +40,7 @@ def allocate_fused(args: FusedArguments, META: gl.constexpr):
         statistics=gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], descriptors.statistics.layout),
         factors=allocate_factors(STAGES) if META.IS_FP8 else (),
         ds=gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE),
-        dq=allocate_tiles(2 * META.DQ_STAGES, descriptors.dq),
+        dq=allocate_tiles((1 if META.DIM1 > 0 else 2) * META.DQ_STAGES, descriptors.dq),
         second=second,
     )
     q_empty = allocate_barriers(STAGES, 2)

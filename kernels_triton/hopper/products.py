@@ -43,26 +43,17 @@ def score_product(
 
 
 @gluon.jit
-def second_dq_product(ds_tiles, k1_tiles, slot, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # Returns the second part of a tile of dq from this warpgroup's 64 keys. Half of its columns from all 128 keys would be too
-    # narrow for the tensor cores.
-    COLUMNS: gl.constexpr = META.DIM1
-    k1 = k1_tiles.index(k_tile + CONSUMER).reshape([ROWS, COLUMNS])
-    return warpgroup_mma(ds_tiles.index(slot + CONSUMER).permute([1, 0]), k1, zero_rows(COLUMNS), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # Returns this warpgroup's half of a tile of dq, from all 128 keys, whose tiles begin at k_tile: half of the columns of 64
-    # queries, or 64 of 128 queries.
-    COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
+def dq_product(ds_tiles, k_tiles, buffer, k_tile, DIM: gl.constexpr, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # Returns this warpgroup's share of a tile of dq, from all 128 keys, whose tiles of DIM columns begin at k_tile: half of the
+    # columns of 64 queries, all columns of one of two parts, or 64 of 128 queries.
+    COLUMNS: gl.constexpr = DIM if META.DIM1 > 0 else DIM * META.BLOCK_M // 128
     dq = zero_rows(COLUMNS)
     for part in gl.static_range(2):
         ds = ds_tiles.index(buffer + part)
-        k = k_tiles.index(k_tile + part).reshape([ROWS, META.DIM])
-        if META.BLOCK_M == ROWS:
+        k = k_tiles.index(k_tile + part).reshape([ROWS, DIM])
+        if META.BLOCK_M == ROWS and META.DIM1 == 0:
             k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
-        else:
+        elif META.BLOCK_M > ROWS:
             ds = ds.slice(CONSUMER * ROWS, ROWS, 1)
         dq = warpgroup_mma(ds.permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
     return dq
