@@ -175,7 +175,7 @@ def candidates(kernel: str, shape: tuple[int, ...], device: str = "cuda", tiles:
         incoming, tout = launch.Incoming(lse, dout), torch.empty_like(q)
         with recorded_launches() as launches:
             _, gradients = launch.attention_double_backward(call, along, incoming, tout, launch.Wanted(), used)
-        tangent, by_keys, by_queries = launches
+        tangent, by_queries, by_keys = launches
         if kernel != "tangent":
             make(tangent, q.device)
         written = {"tangent": (tout,), "keys": (gradients.k, gradients.v), "queries": (gradients.q,)}

@@ -72,7 +72,7 @@ def joint_unsupported_on_device(spec: AttentionSpec, x: Operands) -> str | None:
 
 
 def joint(spec: AttentionSpec, x: Operands, along: Along) -> tuple[Tensor, ...]:
-    """Returns out, lse, max_logit, which is empty, and the tangents of out and lse."""
+    """Returns out, lse, max_logit, which is empty, and the tangents of out and lse. out and its tangent are contiguous."""
     from flexattn.kernels_triton.hopper.tangent import TangentResults, forward_with_tangent
 
     x = x._replace(out=None)
@@ -94,16 +94,22 @@ def double_backward(
     spec: AttentionSpec, x: Operands, given: Given, along: Along, wanted: Sequence[bool], mod: SecondMod | None
 ) -> Second:
     """Returns the results of `second_order.double_backward`. mod: of the score_mod, if there is one."""
-    from flexattn.kernels_triton.second_order.launch import Incoming, Wanted, attention_double_backward
+    from flexattn.kernels_triton.second_order.launch import Incoming, Repeated, Wanted, attention_double_backward
 
-    tout = empty_outputs(spec, x._replace(out=None))[0]
+    memory: Tensor | Repeated
+    if joint_unsupported(spec, x) is None:
+        out, _, _, tout, tlse = joint(spec, x, along)
+        memory = Repeated(as_bshd(out, spec.q_format), as_bshd(tout, spec.q_format), tlse)
+    else:
+        tout = empty_outputs(spec, x._replace(out=None))[0]
+        memory = _rows(tout, spec.q_format)
     dout, dlse = _rows(given.dout, spec.q_format), None if given.dlse is None else given.dlse.contiguous()
     incoming = Incoming(given.lse.contiguous(), dout, dlse)
     captures = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in _chosen(x.mod_tensors, wanted[5:])]
     reached, bent = ((), ()) if mod is None else (_added_to(mod, mod.derivative), _added_to(mod, mod.bend))
     more = Wanted(wanted[3], captures, reached, bent, spec.deterministic)
     call = _modified(spec, x, along, mod)
-    sums, found = attention_double_backward(call, _along(spec, x, along), incoming, _rows(tout, spec.q_format), more)
+    sums, found = attention_double_backward(call, _along(spec, x, along), incoming, memory, more)
     hq = as_bshd(found.q, spec.q_format)
     hk, hv = (as_bshd(t, spec.kv_format) for t in (found.k, found.v))
     bias, offset = (

@@ -45,9 +45,18 @@ class Known(NamedTuple):
     sums: RowSums
 
 
+class Written(NamedTuple):
+    """Results of the forward with a tangent, from which the kernel for queries computes delta and its tangent."""
+
+    out: Rows
+    tout: Rows
+    dlse_ptr: Pointer
+
+
 class QueriesArguments(NamedTuple):
     known: Known
     lists: BlockMaskLists | None  # lists of key blocks
+    written: Written | None  # None: `sums` is complete
     hq: Rows  # zeros if there are rows without a token, and so are hk and hv
     dsink_ptr: Pointer  # zeros [h, b * blocks of queries]: parts of the sink's gradient
 
@@ -68,7 +77,7 @@ class Queries(NamedTuple):
     lse_log2: tl.tensor
     first_row: tl.tensor
     mu: tl.tensor
-    scale: tl.tensor
+    scale: float | tl.tensor
     delta: tl.tensor
     tangent_delta: tl.tensor
 
@@ -95,21 +104,44 @@ class Derivatives(NamedTuple):
 
 
 @triton.jit
-def load_queries(args, place, META: tl.constexpr):
+def _sum_of_products(left, right, META: tl.constexpr):
+    total = tl.sum(left.first.to(tl.float32) * right.first.to(tl.float32), 1)
+    if META.V1 > 0:
+        total += tl.sum(left.second.to(tl.float32) * right.second.to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def load_queries(args, place, META: tl.constexpr, written=None):
+    # written: a `Written`, from which the deltas are computed and stored for the other kernels
     inputs, sums = args.inputs, args.sums
     row = lse_row(place.b, place.h, inputs.num_heads, inputs.lengths_q.num_tokens, place.start, META)
     rows = place.first + tl.arange(0, META.BLOCK_M)
     is_real = rows < place.length
+    dout = load_v(args.dout, place, META.BLOCK_M, META)
+    scale = 1.0
+    if sums.scale_ptr is not None:
+        scale = tl.load(sums.scale_ptr + row + rows, mask=is_real, other=0.0)
+    if written is None:
+        delta = tl.load(sums.delta_ptr + row + rows, mask=is_real, other=0.0)
+        tangent_delta = tl.load(sums.tangent_delta_ptr + row + rows, mask=is_real, other=0.0)
+    else:
+        delta = _sum_of_products(load_v(written.out, place, META.BLOCK_M, META), dout, META)
+        if written.dlse_ptr is not None:
+            delta -= tl.load(written.dlse_ptr + row + rows, mask=is_real, other=0.0)
+        tangent_delta = _sum_of_products(load_v(written.tout, place, META.BLOCK_M, META), dout, META)
+        tl.store(sums.delta_ptr + row + rows, delta, mask=is_real)
+        tl.store(sums.tangent_delta_ptr + row + rows, tangent_delta, mask=is_real)
     return Queries(
         q=load_qk(inputs.q, place, META.BLOCK_M, META),
         tq=load_qk(args.tangents.q, place, META.BLOCK_M, META),
-        dout=load_v(args.dout, place, META.BLOCK_M, META),
+        dout=dout,
         lse_log2=load_lse(args.lse_ptr, row, rows, place.length),
         first_row=place.first,
         mu=tl.load(sums.mu_ptr + row + rows, mask=is_real, other=0.0),
-        scale=tl.load(sums.scale_ptr + row + rows, mask=is_real, other=0.0),
-        delta=tl.load(sums.delta_ptr + row + rows, mask=is_real, other=0.0),
-        tangent_delta=tl.load(sums.tangent_delta_ptr + row + rows, mask=is_real, other=0.0),
+        scale=scale,
+        delta=delta,
+        tangent_delta=tangent_delta,
     )
 
 
@@ -166,7 +198,10 @@ def _attn_double_queries_kernel(args: QueriesArguments, BENDS: tl.constexpr, MOD
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
-    queries = load_queries(args.known, place, META)
+    if args.written.out.ptr is not None:
+        queries = load_queries(args.known, place, META, args.written)
+    else:
+        queries = load_queries(args.known, place, META)
     hq0, hq1 = zero_parts(META.BLOCK_M, META.QK0, META.QK1)
     tiles = keys_of_block(args.lists, head, first_row, inputs, META)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):

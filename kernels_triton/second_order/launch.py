@@ -26,6 +26,14 @@ class Incoming(NamedTuple):
     dlse: Tensor | None = None
 
 
+class Repeated(NamedTuple):
+    """A forward that was computed again, in 16 bits, with the tangents of its results. They are in one layout."""
+
+    out: Tensor
+    tout: Tensor
+    tlse: Tensor
+
+
 class Wanted(NamedTuple):
     """The gradients besides those of q, k, v and softmax_offset, which each call gets.
 
@@ -92,14 +100,22 @@ def attention_tangent(call: Modified, along: Along, incoming: Incoming, tout: Te
 
 
 def attention_double_backward(
-    call: Modified, along: Along, incoming: Incoming, tout: Tensor, wanted: Wanted, tiles: Tiles | None = None
+    call: Modified, along: Along, incoming: Incoming, tout: Tensor | Repeated, wanted: Wanted, tiles: Tiles | None = None
 ) -> tuple[RowSums, SecondGradients]:
-    """Returns the results of `attention_tangent`, whose tout it writes too, and the derivatives for the inputs."""
+    """Returns the results of `attention_tangent`, whose tout it writes too, and the derivatives for the inputs.
+
+    tout: memory for `attention_tangent`, or the results of the forward that was computed again in its place.
+    """
     x = call.problem
     tiles = tiles or tiles_of(x)
     dout = incoming.dout
     assert dout is not None
-    sums = attention_tangent(call, along, incoming, tout, tiles.tangent)
+    repeated = None
+    if isinstance(tout, Tensor):
+        sums = attention_tangent(call, along, incoming, tout, tiles.tangent)
+    else:
+        repeated = tout
+        sums = RowSums(repeated.tlse, None, _blank(x, incoming.lse), _blank(x, incoming.lse))
     hq, hk, hv = (_blank(x, t) for t in (x.q, x.k, x.v))
     blocks = cdiv(x.longest_q, tiles.queries.block_m)
     dsink = None
@@ -107,21 +123,22 @@ def attention_double_backward(
         dsink = x.softmax_offset.new_zeros((x.num_heads, x.batch * blocks), dtype=torch.float32)
 
     def known_of(tile: Tile) -> tuple[double_backward.Known, Meta]:
-        meta = x.meta(tile, (*along[:3], dout, hq, hk, hv))
+        meta = x.meta(tile, (*along[:3], dout, hq, hk, hv, *(repeated or ())[:2]))
         tangents = _tangents(along, x.batch, meta)
         return double_backward.Known(
             inputs=x.inputs(meta), tangents=tangents, lse_ptr=incoming.lse, dout=rows(dout, meta), sums=sums
         ), meta
 
+    known, meta = known_of(tiles.queries)
+    written = repeated and double_backward.Written(rows(repeated.out, meta), rows(repeated.tout, meta), incoming.dlse)
+    by_queries = double_backward.QueriesArguments(known, x.lists("kv"), written, rows(hq, meta), dsink)
+    programs = blocks * x.num_heads * x.batch
+    launch(double_backward._attn_double_queries_kernel, programs, x.device, tiles.queries, (by_queries, call.bends, x.mods, meta))
+    has_captures = bool(programs and (wanted.reached or wanted.bent))
     known, meta = known_of(tiles.keys)
     by_keys = double_backward.KeysArguments(known, x.lists("q"), rows(hk, meta), rows(hv, meta))
     programs = cdiv(x.longest_kv, tiles.keys.block_n) * x.num_heads_kv * x.batch
     launch(double_backward._attn_double_keys_kernel, programs, x.device, tiles.keys, (by_keys, call.bends, x.mods, meta))
-    known, meta = known_of(tiles.queries)
-    by_queries = double_backward.QueriesArguments(known, x.lists("kv"), rows(hq, meta), dsink)
-    programs = blocks * x.num_heads * x.batch
-    launch(double_backward._attn_double_queries_kernel, programs, x.device, tiles.queries, (by_queries, call.bends, x.mods, meta))
-    has_captures = bool(programs and (wanted.reached or wanted.bent))
     if wanted.bias or has_captures:
         known, meta = known_of(tiles.scores)
     bias = _bias_gradient(call, known, meta, tiles.scores) if wanted.bias else None

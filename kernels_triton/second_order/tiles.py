@@ -47,10 +47,13 @@ class Tangents(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """Numbers of each query, fp32 in lse's layout. The tangent kernel writes all; the two last ones only for a double backward."""
+    """Numbers of each query, fp32 in lse's layout. The tangent kernel writes all; the two last ones only for a double backward.
+
+    After the kernel of a forward with its tangent, `scale_ptr` is None, and the double backward's kernel for queries writes the deltas.
+    """
 
     mu_ptr: Pointer  # sum(p * tangent of the logit), the tangent of lse
-    scale_ptr: Pointer  # factor that normalises the probabilities computed from lse
+    scale_ptr: Pointer  # factor that normalises the probabilities computed from lse; None: 1
     delta_ptr: Pointer  # sum(out * dout) - dlse
     tangent_delta_ptr: Pointer  # sum(tangent of out * dout)
 

@@ -75,6 +75,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"score_mod": shifted_by, "bias_type": "post_scale_bias", "dropout_p": 0.25, "mask_mod": hides, "deterministic": True},
     ),
     "block mask, bias": (DENSE, {"block_mask": 16, "bias_type": "pre_scale_bias", "softcap": 2.0}),
+    "packed, causal": (PACKED, {"attn_mask_type": "padding_causal_bottom_right"}),
+    "two parts, window": (DENSE | {"head_dim_qk": 40, "head_dim_v": 24}, {"window_size": (9, 5)}),
     "shared bias": ({"lengths_q": [19] * 4, "lengths_kv": [37] * 4}, {"bias_type": "post_scale_bias"}),
     "padding, outliers": (
         {"lengths_q": [19, 0, 5], "lengths_kv": [21, 3, 0], "padding": True, "outliers": True},
@@ -168,6 +170,29 @@ def test_kernels_equal_the_formulas_in_fp64(case: str, dtype: torch.dtype) -> No
         atol = 3e-5 if dtype is torch.float32 else 1e-2
         scale = float(ref[name].abs().max().clamp_min(1.0))
         check_close(name, t, ref[name], eager[name], factor=GRADIENT_FACTOR, atol=atol * scale)
+
+
+@pytest.mark.parametrize("case", ["packed, causal", pytest.param("two parts, window", marks=pytest.mark.slow)])
+def test_a_double_backward_takes_a_forward_with_its_tangent(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of both replaces the one of the tangent. Here the formulas in fp64 compute its results."""
+    spec, x, along, dout, dlse = make(case, torch.bfloat16)
+    out, lse, max_logit = reference_attention(spec, x)[:3]
+    exact = x._replace(**{name: getattr(x, name).nan_to_num(0.0).double() for name in "qkv"})
+    tout, tlse = second_order.tangent(spec._replace(dtype=torch.float64), exact, [None if t is None else t.double() for t in along])
+    joint = out.bfloat16(), lse.float(), max_logit, tout.bfloat16(), tlse.float()
+    monkeypatch.setattr(triton_second_order, "joint", lambda *_: joint)
+    monkeypatch.setattr(triton_second_order, "joint_unsupported", lambda *_: None)
+    wanted = [t is not None for t in along]
+    given = triton_second_order.Given(lse.float(), dout, dlse)
+    with recorded_launches() as launches:
+        triton_second_order.double_backward(spec, x, given, along, wanted, None)
+    assert len(launches) == 2
+    found = triton_second_order.double_backward(spec, x, given, along, wanted, None)
+    assert found.ddout is joint[3]
+    assert found.ddlse is joint[4]
+    ref, eager = (results(spec, x, along, dout, dlse, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for name, t in named(found.ddout, found.ddlse, found.inputs).items():
+        check_close(name, t, ref[name], eager[name], factor=GRADIENT_FACTOR)
 
 
 @pytest.mark.parametrize("fmt", ["bshd", pytest.param("thd", marks=pytest.mark.slow)])
