@@ -49,7 +49,8 @@ class Tangents(NamedTuple):
 class RowSums(NamedTuple):
     """Numbers of each query, fp32 in lse's layout. The tangent kernel writes all; the two last ones only for a double backward.
 
-    After the kernel of a forward with its tangent, `scale_ptr` is None, and the double backward's kernel for queries writes the deltas.
+    After the kernel of a forward with its tangent, `scale_ptr` is None. The double backward's kernel for queries then writes the
+    deltas.
     """
 
     mu_ptr: Pointer  # sum(p * tangent of the logit), the tangent of lse

@@ -45,7 +45,7 @@ from tests.support.gluon_calls import (
     wanted_gradients,
     without_gpu,
 )
-from tests.support.inject import drop, kernels_with, with_argument
+from tests.support.inject import kernels_with, with_argument
 
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
 on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the emulator runs these kernels above")
