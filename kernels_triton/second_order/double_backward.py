@@ -112,8 +112,8 @@ def _sum_of_products(left, right, META: tl.constexpr):
 
 
 @triton.jit
-def load_queries(args, place, META: tl.constexpr, written=None):
-    # written: a `Written`, from which the deltas are computed and stored for the other kernels
+def load_queries(args, written, place, HAS_WRITTEN: tl.constexpr, META: tl.constexpr):
+    # written: if HAS_WRITTEN, a `Written`, from which the deltas are computed and stored for the kernel for keys
     inputs, sums = args.inputs, args.sums
     row = lse_row(place.b, place.h, inputs.num_heads, inputs.lengths_q.num_tokens, place.start, META)
     rows = place.first + tl.arange(0, META.BLOCK_M)
@@ -122,16 +122,16 @@ def load_queries(args, place, META: tl.constexpr, written=None):
     scale = 1.0
     if sums.scale_ptr is not None:
         scale = tl.load(sums.scale_ptr + row + rows, mask=is_real, other=0.0)
-    if written is None:
-        delta = tl.load(sums.delta_ptr + row + rows, mask=is_real, other=0.0)
-        tangent_delta = tl.load(sums.tangent_delta_ptr + row + rows, mask=is_real, other=0.0)
-    else:
+    if HAS_WRITTEN:
         delta = _sum_of_products(load_v(written.out, place, META.BLOCK_M, META), dout, META)
         if written.dlse_ptr is not None:
             delta -= tl.load(written.dlse_ptr + row + rows, mask=is_real, other=0.0)
         tangent_delta = _sum_of_products(load_v(written.tout, place, META.BLOCK_M, META), dout, META)
         tl.store(sums.delta_ptr + row + rows, delta, mask=is_real)
         tl.store(sums.tangent_delta_ptr + row + rows, tangent_delta, mask=is_real)
+    else:
+        delta = tl.load(sums.delta_ptr + row + rows, mask=is_real, other=0.0)
+        tangent_delta = tl.load(sums.tangent_delta_ptr + row + rows, mask=is_real, other=0.0)
     return Queries(
         q=load_qk(inputs.q, place, META.BLOCK_M, META),
         tq=load_qk(args.tangents.q, place, META.BLOCK_M, META),
@@ -198,10 +198,8 @@ def _attn_double_queries_kernel(args: QueriesArguments, BENDS: tl.constexpr, MOD
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
-    if args.written.out.ptr is not None:
-        queries = load_queries(args.known, place, META, args.written)
-    else:
-        queries = load_queries(args.known, place, META)
+    HAS_WRITTEN: tl.constexpr = args.written.out.ptr is not None
+    queries = load_queries(args.known, args.written, place, HAS_WRITTEN, META)
     hq0, hq1 = zero_parts(META.BLOCK_M, META.QK0, META.QK1)
     tiles = keys_of_block(args.lists, head, first_row, inputs, META)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):
@@ -246,7 +244,7 @@ def _attn_double_keys_kernel(args: KeysArguments, BENDS: tl.constexpr, MODS: tl.
         for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_M):
             first_row, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, META.BLOCK_M)
             query_place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
-            queries = load_queries(args.known, query_place, META)
+            queries = load_queries(args.known, (), query_place, False, META)
             found = derivatives(args.known, pairs_of(queries, keys, is_full, True, META), head, MODS, BENDS, True, META)
             hk0 = add_product(add_product(hk0, found.t_dscore, queries.q.first, META), found.dscore, queries.tq.first, META)
             hv0 = add_product(hv0, found.t_weights, queries.dout.first, META)

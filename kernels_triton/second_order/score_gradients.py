@@ -81,7 +81,7 @@ def _attn_double_bias_kernel(
                 head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
                 place = Place(b=b, h=h, start=start_q, first=first_row, length=len_q)
                 key_place = Place(b=b, h=h // inputs.group_size, start=start_kv, first=n, length=len_kv)
-                queries, keys = load_queries(args.known, place, META), load_keys(args.known, key_place, META)
+                queries, keys = load_queries(args.known, (), place, False, META), load_keys(args.known, key_place, META)
                 pairs = pairs_of(queries, keys, is_full, False, META)
                 found = derivatives(args.known, pairs, head, MODS, BENDS, False, META)
                 total += found.t_dscore * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else found.t_dlogit
@@ -117,7 +117,7 @@ def _attn_double_captures_kernel(
         return
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
-    queries = load_queries(args.known, Place(b=b, h=h, start=start_q, first=first_row, length=len_q), META)
+    queries = load_queries(args.known, (), Place(b=b, h=h, start=start_q, first=first_row, length=len_q), False, META)
     tiles = keys_of_block(args.lists, head, first_row, inputs, META)
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else META.BLOCK_N):
         n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, META.BLOCK_N)

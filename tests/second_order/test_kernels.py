@@ -20,7 +20,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_L
 from flexattn.kernels_triton.common.problem import Along, Problem
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.kernels_triton.second_order.launch import Incoming, Modified, Wanted, attention_double_backward
+from flexattn.kernels_triton.second_order.launch import Incoming, Modified, Repeated, Wanted, attention_double_backward
 from flexattn.kernels_triton.second_order.tiles import tiles_for
 from flexattn.mods.second import second
 from flexattn.mods.trace import trace_mods
@@ -300,12 +300,14 @@ def test_captured_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.slow
-def test_these_kernels_compile_without_a_block_mask() -> None:
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_these_kernels_compile_without_a_block_mask(is_repeated: bool) -> None:
     """Without a block mask the kernels' loops are others, and Triton 3.6 refuses more than later releases."""
-    x = torch.zeros(1, 200, 4, 64, dtype=torch.bfloat16)
+    x, sums = torch.zeros(1, 200, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 4, 200)
+    memory = Repeated(x, x, sums) if is_repeated else torch.zeros_like(x)
     call, along, tiles = Modified(Problem(x, x, x, softmax_scale=0.1)), Along(x, x, x), tiles_for(90, 64, 2, is_plain=True)
     with pretended_device(90, 132), recorded_launches() as launches:
-        attention_double_backward(call, along, Incoming(torch.zeros(1, 4, 200), x), torch.zeros_like(x), Wanted(), tiles)
+        attention_double_backward(call, along, Incoming(sums, x), memory, Wanted(), tiles)
     for report in compile_sound([request_for(launch, 90) for launch in launches]):
         assert set(report.matrix_instructions) == {"HGMMA"}
 
