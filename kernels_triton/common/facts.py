@@ -13,7 +13,7 @@ from flexattn.kernels_triton.runtime.device import capability_of, has_large_l2, 
 Mask = Literal["open", "causal", "windowed", "modified", "loaded"]
 
 _HEAD_DIMS = ((64, 64, 64), (128, 128, 128), (192, 192, 128), (256, 256, 256))  # (column, largest of q and k, largest of v)
-_BLOCK = 64  # queries or keys, for `blocks_per_sm`
+_BLOCK = 64  # queries or keys, for `blocks_per_sm` and `partial`
 
 
 class ProblemFacts(dict[str, Any]):
@@ -89,6 +89,12 @@ def _blocks_per_sm(x: Problem) -> int:
     return cdiv(blocks, num_processors(x.device))
 
 
+def _rows_of_one_wave(x: Problem) -> int:
+    """Returns the fewest of 128, 192 and 256 queries of a tile with which each multiprocessor has at most one; 0: there is none."""
+    sequences, processors = x.num_heads * x.batch, num_processors(x.device)
+    return next((rows for rows in (128, 192, 256) if cdiv(x.longest_q, rows) * sequences <= processors), 0)
+
+
 COLUMNS: dict[str, Callable[[Problem], Any]] = {
     "head_dim": _head_dim,
     "width": lambda x: max(x.q.shape[-1], x.v.shape[-1]),
@@ -114,6 +120,8 @@ COLUMNS: dict[str, Callable[[Problem], Any]] = {
     "keys_per_sm": lambda x: x.k.shape[:-1].numel() * most_head_parts(x) // num_processors(x.device),
     "block": lambda x: x.kv_block,
     "blocks_per_sm": _blocks_per_sm,
+    "rows_of_one_wave": _rows_of_one_wave,
+    "partial": lambda x: x.has_lengths or x.longest_q % _BLOCK > 0 or x.longest_kv % _BLOCK > 0,
     "gpu": lambda x: "H200" if has_large_l2(x.device) else "H100",
     "capability": lambda x: capability_of(x.device),
 }

@@ -708,11 +708,15 @@ HOPPER_FUSED: dict[str, HopperFusedTile] = {
 """Tiles for head dims up to 128; `crossovers` selects one for a call."""
 
 HOPPER_FUSED_FITTED: dict[str, HopperFusedTile] = {
-    name.replace("128", "80"): replace(HOPPER_FUSED[name], head_dim=80) for name in ("d128", "d128_persistent", "d128_open")
+    f"d{head_dim}_{name}": replace(_FUSED_128, head_dim=head_dim, is_persistent=True, **order)
+    for head_dim in (80, 96)
+    for name, order in (
+        ("long", {"dp_first": True, "is_ahead": False, "dv_with_dk": True}),
+        ("modified", {"dp_first": True}),
+        ("short", {}),
+    )
 }
-"""Tiles for head dims of 72 and 80, by the name of the tile for 128 that a call would have otherwise. At 96 they were not faster
-(bench/results/fitted_h200.json).
-"""
+"""Tiles for head dims from 72 to 96. Rules for "sm_90 fused fitted" name the last word of a tile's name."""
 
 
 @dataclass(frozen=True, kw_only=True)

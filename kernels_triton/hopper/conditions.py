@@ -173,9 +173,10 @@ def fused_tile(problem: Problem) -> tiles.HopperFusedTile:
 def fitted_fused_tile(problem: Problem) -> tiles.HopperFusedTile | None:
     """Returns the tile of the fused backward that fits the problem's head dims; None: there is none."""
     x = problem
-    if not 64 < max(x.q.shape[-1], x.v.shape[-1]) <= 80:
+    widest = max(x.q.shape[-1], x.v.shape[-1])
+    if not 64 < widest <= 96:
         return None
-    return tiles.HOPPER_FUSED_FITTED.get(fastest_tile("sm_90 fused", facts_of(x)).replace("128", "80"))
+    return tiles.HOPPER_FUSED_FITTED[f"d{80 if widest <= 80 else 96}_{fastest_tile('sm_90 fused fitted', facts_of(x))}"]
 
 
 def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:

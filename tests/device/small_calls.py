@@ -1,0 +1,234 @@
+"""Times of each kernel and tile of sm_90 in calls of few tokens or little work, and in long ones, beside the portable kernels.
+
+    python -m tests.device.small_calls --out small_calls.json [--minutes 4] [--only PATTERN ...]
+
+A row is a direction of a call: the microseconds of each candidate, whose results are compared with the portable kernel's, and the
+candidate that `auto` takes. `crossovers` has the rules that follow from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.bench import harness
+from flexattn.bench.measure import time_on_device
+from flexattn.kernels_triton import families
+from flexattn.kernels_triton.common import tiles
+from flexattn.kernels_triton.common.facts import facts_of
+from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
+
+WORST = 0.03  # of the largest element
+BUDGET_MS = 8.0  # device time of each candidate
+
+MASKS: dict[str, dict[str, Any]] = {
+    "open": {},
+    "causal": {"window_right": 0},
+    "softcap": {"window_right": 0, "softcap": 20.0},
+    "window": {"window_left": 255, "window_right": 0},
+}
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+
+
+class Shape(NamedTuple):
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    heads_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    mask: str
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim_qk}" if self.head_dim_qk == self.head_dim_v else f"{self.head_dim_qk}/{self.head_dim_v}"
+        tokens = f"{self.queries}" if self.queries == self.keys else f"{self.queries} of {self.keys} keys"
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
+        return f"{dims} {self.mask} {self.batch} x {tokens} x {heads}"
+
+
+class Calls(NamedTuple):
+    forward: Forward
+    backward: Backward
+
+
+def shapes() -> Iterator[Shape]:
+    """Yields calls of 2**13 to 2**17 tokens of all heads, grouped heads, and few keys of many queries."""
+    for dims in HEAD_DIMS:
+        is_wide = dims[0] > 128
+        for mask in MASKS:
+            is_plain = mask in ("open", "causal")
+            lengths = (256, 512, 1024, 2048, 4096) if is_wide or not is_plain else (64, 77, 96, 128, 160, 197, 256, 320)
+            if is_plain and not is_wide:
+                lengths += (384, 512, 577, 768, 1024, 1500, 2048, 4096)
+            for tokens in lengths:
+                for work in (13, 15, 17):
+                    sequences = max(1, 2**work // tokens)
+                    heads = min(16, sequences)
+                    yield Shape(sequences // heads, tokens, tokens, heads, heads, *dims, mask)
+        for tokens in (512, 1024, 2048, 4096):
+            for batch in (1, 2):
+                yield Shape(batch, tokens, tokens, 32, 8, *dims, "causal")
+        for queries, keys in (
+            (4096, 77),
+            (4096, 128),
+            (4096, 200),
+            (4096, 300),
+            (4096, 512),
+            (4096, 1024),
+            (1024, 300),
+            (256, 4096),
+        ):
+            for batch in (1, 4):
+                yield Shape(batch, queries, keys, 16, 16, *dims, "open")
+
+
+def calls_of(shape: Shape, device: str = "cuda") -> Calls:
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
+
+    def rows(tokens: int, heads: int, head_dim: int) -> Tensor:
+        return torch.randn(shape.batch, tokens, heads, head_dim, dtype=torch.bfloat16, device=device, generator=generator)
+
+    q = rows(shape.queries, shape.heads, shape.head_dim_qk)
+    k, v = (rows(shape.keys, shape.heads_kv, head_dim) for head_dim in (shape.head_dim_qk, shape.head_dim_v))
+    out, dout = (rows(shape.queries, shape.heads, shape.head_dim_v) for _ in range(2))
+    problem = Problem(q, k, v, softmax_scale=shape.head_dim_qk**-0.5, **MASKS[shape.mask])
+    lse = torch.empty(shape.batch, shape.heads, shape.queries, device=device)
+    gradients = (torch.empty_like(t) for t in (q, k, v))
+    return Calls(Forward(problem, out, lse), Backward(problem, out, lse, dout, None, *gradients))
+
+
+def _tiles_of(family: families.Family[Any], call: Any) -> dict[str, Any]:
+    """Returns the tiles that a family of sm_90 has for a call's head dims, by name."""
+    x = call.problem
+    width, is_softcap = facts_of(x)["head_dim"], x.softcap > 0
+    named: dict[str, Any] = {}
+    if family is families.HOPPER_FORWARD:
+        named = {n: t for n, t in tiles.HOPPER_FORWARD.items() if t.head_dim_qk == width and "paged" not in n}
+        if width == 64 and x.q.shape[-1] > 48:
+            named.pop("d48_long", None)
+    elif family is families.HOPPER_FUSED:
+        named = {n: t for n, t in tiles.HOPPER_FUSED.items() if t.head_dim == width}
+        if width == 64:  # with 128 queries, softcap lacks registers
+            named = {n: t for n, t in named.items() if ("modified" in n) == is_softcap}
+        fitted = family.fitted_tile(call)
+        named |= {n: t for n, t in tiles.HOPPER_FUSED_FITTED.items() if fitted and t.head_dim == fitted.head_dim}
+        return named
+    else:
+        named = {"": family.tile(call)}
+    if fitted := family.fitted_tile(call):
+        named["fitted"] = fitted
+    return named
+
+
+def candidates(call: Forward | Backward) -> dict[str, tuple[families.Family[Any], Any]]:
+    """Returns a family and a tile for each name; "portable" is the first."""
+    forward = isinstance(call, Forward)
+    portable: families.Family[Any] = families.PORTABLE_FORWARD if forward else families.PORTABLE_BACKWARD
+    others: tuple[families.Family[Any], ...] = (families.HOPPER_FORWARD,)
+    if not forward:
+        others = (families.HOPPER_FUSED, families.HOPPER_FUSED_192, families.HOPPER_TWO_KERNELS)
+    found = {"portable": (portable, portable.tile(call))}
+    for family in others:
+        if family.unsupported(call) is None:
+            found |= {f"{family.name} {name}".strip(): (family, tile) for name, tile in _tiles_of(family, call).items()}
+    return found
+
+
+def choice_of(call: Forward | Backward) -> str:
+    """Returns the candidate that `auto` takes."""
+    choice = families.choose(call, families.Policy())
+    if choice.family in (families.PORTABLE_FORWARD, families.PORTABLE_BACKWARD):
+        return "portable"
+    names = (name for name, (family, tile) in candidates(call).items() if family is choice.family and tile == choice.tile)
+    return next(names)
+
+
+def measure(shape: Shape, run: harness.Run) -> None:
+    calls = calls_of(shape)
+    families.PORTABLE_FORWARD.run(calls.forward, families.PORTABLE_FORWARD.tile(calls.forward))  # out and lse of the backward
+    for direction in ("forward", "backward"):
+        call = getattr(calls, direction)
+        results = [call.out] if direction == "forward" else [call.dq, call.dk, call.dv]
+        kernels: dict[str, Any] = {"": lambda: torch.empty(2**20, device="cuda").zero_()}  # the first of a turn waits for the host
+        wanted: list[Tensor] = []
+        for name, (family, tile) in candidates(call).items():
+            for t in results:
+                t.fill_(math.nan)
+            try:
+                family.run(call, tile)
+            except Exception as e:  # a tile that does not fit must not end the run
+                failed = {"shape": shape, "direction": direction, "candidate": name, "status": "failed", "error": str(e)[:200]}
+                run.add(failed, f"{shape} {name}: {str(e)[:200]}")
+                continue
+            wanted = wanted or [t.float() for t in results]
+            worst = max(float((t - w).abs().max() / w.abs().max()) for t, w in zip(results, wanted, strict=True))
+            if not worst <= WORST:
+                run.add({"shape": shape, "direction": direction, "candidate": name, "status": "wrong"}, f"{shape} {name}: {worst}")
+                continue
+            kernels[name] = lambda family=family, tile=tile: family.run(call, tile)
+        samples = time_on_device(kernels, BUDGET_MS)
+        us = {name: harness.quartiles([1e3 * ms for ms in samples[name].ms])["us"] for name in kernels if name}
+        chosen, best = choice_of(call), min(us, key=us.__getitem__)
+        row = {"shape": shape, "direction": direction, "status": "measured", "us": us, "auto": chosen}
+        ratio = us[chosen] / us[best] if chosen in us else math.nan
+        run.add(row, f"{shape!s:36} {direction:8} {us[best]:8.1f} us {best:28} auto {ratio:.2f} {chosen}")
+
+
+def compile_candidates(chosen: list[Shape]) -> None:
+    from flexattn.kernels_triton.ahead_of_time.build import build, missing
+    from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError
+    from flexattn.kernels_triton.runtime.launch import recorded_launches
+
+    for start in range(0, len(chosen), 64):  # recorded launches hold their tensors
+        with recorded_launches() as launches:
+            for shape in chosen[start : start + 64]:
+                for call in calls_of(shape):
+                    for family, tile in candidates(call).values():
+                        family.run(call, tile)
+        with contextlib.suppress(CompileError):  # a tile that does not fit has a row without a time
+            build(missing(launches, 90), 90)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = harness.make_parser(__doc__, only="patterns of calls, such as '96 causal*'")
+    parser.add_argument("--minutes", type=float, default=4.0, help="time for the calls, in an order drawn from a seed")
+    options = parser.parse_args(argv)
+    harness.need_gpu(parser)
+    named = harness.chosen({str(shape): shape for shape in shapes()}, options.only)
+    drawn = list(named.values())
+    random.Random(0).shuffle(drawn)
+    compile_candidates(drawn)
+    run = harness.Run("tests.device.small_calls", __doc__, options.out)
+    end = time.monotonic() + 60.0 * options.minutes
+    for shape in drawn:
+        if time.monotonic() > end:
+            break
+        measure(shape, run)
+    run.write()
+    return run.status()
+
+
+def regrets(path: Path) -> dict[str, dict[str, float]]:
+    """Returns the time of today's choice beside that of the fastest candidate, by direction and call of a result file."""
+    found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+    for row in json.loads(path.read_text())["rows"]:
+        if row.get("status") == "measured":
+            shape = Shape(*row["shape"])
+            us, chosen = row["us"], choice_of(getattr(calls_of(shape, "meta"), row["direction"]))
+            found[row["direction"]][str(shape)] = us[chosen] / min(us.values())
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
