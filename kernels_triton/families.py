@@ -486,18 +486,6 @@ HOPPER_SPARSE_LATENT = ForwardFamily(
 )
 
 
-HOPPER_SPARSE = ForwardFamily(
-    name="sm_90 sparse",
-    takes_any_band=True,
-    unsupported=lambda call: _unsupported_out(call) or _kernels("sparse.conditions").narrow_unsupported(call.problem),
-    tile=lambda call: _kernels("sparse.conditions").narrow_tile(call.problem),
-    blocks=_heads_and_keys,
-    run=lambda call, tile: _kernels("sparse.hopper_forward").narrow_forward(call.problem, call.out, call.lse, tile),
-    capabilities=_SM_90,
-    has_run=False,  # it ran, and was slower than the portable kernels
-)
-
-
 SPARSE_BLOCK_FORWARD = ForwardFamily(
     name="sparse by block",
     takes_any_band=True,
@@ -507,7 +495,7 @@ SPARSE_BLOCK_FORWARD = ForwardFamily(
 )
 
 
-SPARSE_FORWARDS: tuple[Family[Forward], ...] = (HOPPER_SPARSE_LATENT, SPARSE_BLOCK_FORWARD, HOPPER_SPARSE, SPARSE_FORWARD)
+SPARSE_FORWARDS: tuple[Family[Forward], ...] = (HOPPER_SPARSE_LATENT, SPARSE_BLOCK_FORWARD, SPARSE_FORWARD)
 """Families for lists of keys, in the order of the choice."""
 
 

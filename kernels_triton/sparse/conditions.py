@@ -9,8 +9,6 @@ from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile, capability_of
 from flexattn.kernels_triton.sparse.tiles import BLOCKS, LARGE_MEMORY
 
-_SHARED_MEMORY = 224 * 1024  # for tiles
-
 
 def widths(problem: Problem) -> tuple[int, int, int]:
     """Returns the widths of both parts of q and k, and of v, in shared memory."""
@@ -18,10 +16,8 @@ def widths(problem: Problem) -> tuple[int, int, int]:
     return first, second, sum(split_head_dim(problem.v.shape[-1]))
 
 
-def _unsupported(problem: Problem) -> str | None:
+def _not_in_16_bits(problem: Problem) -> str | None:
     x = problem
-    if capability_of(x.device) != 90:
-        return "it is written for Hopper, sm_90"
     if x.q.dtype not in (torch.float16, torch.bfloat16) or x.descales_kv or x.latent_rows is not None:
         return "it takes q, k and v in 16 bits"
     return None
@@ -30,28 +26,20 @@ def _unsupported(problem: Problem) -> str | None:
 def wide_unsupported(problem: Problem) -> str | None:
     """Returns the reason if the kernel for latent attention cannot run this problem; None: it can."""
     x = problem
-    if reason := _unsupported(x):
+    if capability_of(x.device) != 90:
+        return "it is written for Hopper, sm_90"
+    if reason := _not_in_16_bits(x):
         return reason
     if not x.is_latent or widths(x)[1] not in (0, 64):
         return "it takes v = k[..., :n] that is no copy, and k with 289 to 320, 385 to 512, or 545 to 576 columns"
     return None
 
 
-def narrow_unsupported(problem: Problem) -> str | None:
-    """Returns the reason if the kernel for head dims up to 256 cannot run this problem; None: it can."""
-    x = problem
-    if reason := _unsupported(x):
-        return reason
-    if max(x.q.shape[-1], x.v.shape[-1]) > 256 or widths(x)[2] & (widths(x)[2] - 1):
-        return "it takes head dims up to 256, and of v powers of two"
-    return None
-
-
 def block_unsupported(problem: Problem) -> str | None:
     """Returns the reason if the kernels that go block by block cannot run this problem; None: they can."""
     x = problem
-    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.descales_kv or x.latent_rows is not None:
-        return "it takes q, k and v in 16 bits"
+    if reason := _not_in_16_bits(x):
+        return reason
     if capability_of(x.device) not in (INTERPRETER, *LARGE_MEMORY):
         return "it needs the shared memory of compute capability 8.0, 9.0 or 10.0"
     if x.page_table is not None:
@@ -63,11 +51,3 @@ def block_unsupported(problem: Problem) -> str | None:
 
 def wide_tile(problem: Problem) -> Tile:
     return Tile(64, 64, 4, 2)
-
-
-def narrow_tile(problem: Problem) -> Tile:
-    """Returns the tile: the stages of both consumers fit in shared memory."""
-    first, second, v = widths(problem)
-    row = 2 * 64 * 2  # bytes of a column of a tile, for both consumers
-    stages = (_SHARED_MEMORY - row * (first + second)) // (row * (first + second + v))
-    return Tile(64, 64, 4, min(stages, 4))

@@ -47,7 +47,6 @@ class SparseMeta(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
-    REGISTERS: int  # registers of a consumer's thread
     LAZY: bool  # rows are rescaled only if their maximum has risen by much
     IS_FP8: bool
 
@@ -61,11 +60,10 @@ class Arguments(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Stages of gathered tiles, and one of q, which its first loader fills."""
+    """Two stages of gathered tiles, and one of q. The first columns of k are v."""
 
     q: Pair
     k: Pair
-    v: gl.shared_memory_descriptor  # the first part of k if v is its first columns
     keys: gl.shared_memory_descriptor  # int32 [stages, BLOCK_N]: the key of each row, or -1 if the query does not see it
     q_full: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -108,20 +106,16 @@ def _allocate_pair(STAGES: gl.constexpr, ROWS_OF_TILE: gl.constexpr, DTYPE: gl.c
 
 
 @gluon.jit
-def allocate_ring(DTYPE: gl.constexpr, IS_LATENT: gl.constexpr, LOADERS: gl.constexpr, READERS: gl.constexpr, META: gl.constexpr):
-    # LOADERS: partitions that load a part of q. READERS: partitions that release a stage
+def allocate_ring(DTYPE: gl.constexpr, META: gl.constexpr):
+    # Two partitions load a part of q each, and two release a stage.
     k = _allocate_pair(META.STAGES, META.BLOCK_N, DTYPE, META)
-    v = k.first
-    if not IS_LATENT:
-        v = allocate(META.STAGES, META.BLOCK_N, META.V0, DTYPE)
     return Ring(
         q=_allocate_pair(1, ROWS, DTYPE, META),
         k=k,
-        v=v,
         keys=gl.allocate_shared_memory(gl.int32, [META.STAGES, META.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        q_full=allocate_barriers(1, LOADERS),
+        q_full=allocate_barriers(1, 2),
         full=allocate_barriers(META.STAGES, 1),
-        empty=allocate_barriers(META.STAGES, READERS),
+        empty=allocate_barriers(META.STAGES, 2),
     )
 
 
@@ -159,7 +153,7 @@ def _copy_heads(tile, COLUMN: gl.constexpr, item: Item, args: Arguments, META: g
 
 
 @gluon.jit
-def _copy_keys(tile, x: Rows, place, COLUMN: gl.constexpr, HEAD_DIM: gl.constexpr, item: Item, args: Arguments, META: gl.constexpr):
+def _copy_keys(tile, place, COLUMN: gl.constexpr, item: Item, args: Arguments, META: gl.constexpr):
     # place: (keys, whether the query sees them) of the tile's rows
     LAYOUT: gl.constexpr = _layout(tile.shape[1], gl.num_warps())
     query = item.query
@@ -167,14 +161,15 @@ def _copy_keys(tile, x: Rows, place, COLUMN: gl.constexpr, HEAD_DIM: gl.constexp
     if args.inputs.pages.table_ptr is not None:
         b = b * 0
     j, is_seen = place
-    base = row_pointer(x, b, query.h_kv, query.start_kv, META)
-    pointers = base + key_offsets(x, args.inputs, query.b, j, META)
+    k = args.inputs.k
+    base = row_pointer(k, b, query.h_kv, query.start_kv, META)
+    pointers = base + key_offsets(k, args.inputs, query.b, j, META)
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    _copy_rows(tile, gl.convert_layout(pointers, ROW), gl.convert_layout(is_seen, ROW), COLUMN, HEAD_DIM, LAYOUT)
+    _copy_rows(tile, gl.convert_layout(pointers, ROW), gl.convert_layout(is_seen, ROW), COLUMN, META.HEAD_DIM_QK, LAYOUT)
 
 
 @gluon.jit
-def gather_block(n, ring: Ring, item: Item, IS_LATENT: gl.constexpr, args: Arguments, KV_BLOCK: gl.constexpr, META: gl.constexpr):
+def gather_block(n, ring: Ring, item: Item, args: Arguments, KV_BLOCK: gl.constexpr, META: gl.constexpr):
     # Copies the n-th block of the list's keys into its stage, as one group.
     stage = Stage(n, META.STAGES)
     slot = pipeline.index(stage)
@@ -184,12 +179,9 @@ def gather_block(n, ring: Ring, item: Item, IS_LATENT: gl.constexpr, args: Argum
     j, is_seen = place
     pipeline.wait_empty(ring.empty, stage)
     ring.keys.index(slot).store(gl.where(is_seen, j, -1))
-    k, v = args.inputs.k, args.inputs.v
-    _copy_keys(ring.k.first.index(slot), k, place, 0, META.HEAD_DIM_QK, item, args, META)
+    _copy_keys(ring.k.first.index(slot), place, 0, item, args, META)
     if META.QK1 > 0:
-        _copy_keys(ring.k.second.index(slot), k, place, META.QK0, META.HEAD_DIM_QK, item, args, META)
-    if not IS_LATENT:
-        _copy_keys(ring.v.index(slot), v, place, 0, META.HEAD_DIM_V, item, args, META)
+        _copy_keys(ring.k.second.index(slot), place, META.QK0, item, args, META)
     async_copy.commit_group()
 
 
@@ -201,18 +193,18 @@ def _fence_copies(LOADER: gl.constexpr):
 
 
 @gluon.jit
-def announce(ring: Ring, n, is_block, LOADER: gl.constexpr, META: gl.constexpr):
+def announce(ring: Ring, n, LOADER: gl.constexpr, META: gl.constexpr):
     # Tells the consumers that the n-th block has landed.
     _fence_copies(LOADER)
-    mbarrier.arrive(ring.full.index(pipeline.index(Stage(n, META.STAGES))), count=1, pred=is_block)
+    mbarrier.arrive(ring.full.index(pipeline.index(Stage(n, META.STAGES))), count=1)
 
 
 @gluon.jit
-def load_query(ring: Ring, item: Item, PART: gl.constexpr, LOADER: gl.constexpr, args: Arguments, META: gl.constexpr):
-    # Loads the rows of q: part 0 or 1, or both (2)
-    if PART != 1:
+def load_query(ring: Ring, item: Item, LOADER: gl.constexpr, args: Arguments, META: gl.constexpr):
+    # Each loader loads a part of the rows of q.
+    if LOADER == 0:
         _copy_heads(ring.q.first.index(0), 0, item, args, META)
-    if PART != 0 and META.QK1 > 0:
+    elif META.QK1 > 0:
         _copy_heads(ring.q.second.index(0), META.QK0, item, args, META)
     async_copy.commit_group()
     async_copy.wait_group(0)

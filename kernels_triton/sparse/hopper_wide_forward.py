@@ -8,7 +8,7 @@ it. Two loaders gather one block each (the schedule of FlashMLA's sparse prefill
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -16,18 +16,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.operands import ROWS, keep_pairs, opaque_zero, unpack_pairs
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.softmax import for_threads, rescaled, softmax
 from flexattn.kernels_triton.runtime.device import Tile
-from flexattn.kernels_triton.runtime.launch import hopper_kernel
-from flexattn.kernels_triton.sparse.conditions import wide_tile
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+from flexattn.kernels_triton.sparse.conditions import wide_tile, widths
 from flexattn.kernels_triton.sparse.gathering import (
     Arguments,
     Item,
     Ring,
+    SparseMeta,
     allocate,
     allocate_ring,
     announce,
@@ -41,7 +43,9 @@ from flexattn.kernels_triton.sparse.gathering import (
     store_out,
     visible_scores,
 )
-from flexattn.kernels_triton.sparse.hopper_launch import launch_items
+from flexattn.kernels_triton.sparse.lists import has_no_queries, key_lists, programs_of
+
+_REGISTERS = gl.constexpr(216)  # registers of a consumer's thread
 
 
 class Exchange(NamedTuple):
@@ -65,7 +69,7 @@ def _publish(p, row_max, tile, SIDE: gl.constexpr, exchange: Exchange):
 @gluon.jit
 def _half_of_values(ring: Ring, slot, SIDE: gl.constexpr, META: gl.constexpr):
     HALF: gl.constexpr = META.V0 // 2
-    return ring.v.index(slot).slice(SIDE * HALF, HALF, 1)
+    return ring.k.first.index(slot).slice(SIDE * HALF, HALF, 1)
 
 
 @gluon.jit
@@ -87,7 +91,7 @@ def _finish(acc, row_max, row_sum, SIDE: gl.constexpr, item: Item, exchange: Exc
 @gluon.jit
 def _left_partition(args: Arguments, ring: Ring, exchange: Exchange, KV_BLOCK: gl.constexpr, META: gl.constexpr):
     # Computes the weights of blocks 0, 2, 4, ..
-    DTYPE: gl.constexpr = ring.v.dtype
+    DTYPE: gl.constexpr = ring.k.first.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, META.V0 // 2, 16])
@@ -129,7 +133,7 @@ def _left_partition(args: Arguments, ring: Ring, exchange: Exchange, KV_BLOCK: g
 @gluon.jit
 def _right_partition(args: Arguments, ring: Ring, exchange: Exchange, KV_BLOCK: gl.constexpr, META: gl.constexpr):
     # Computes the weights of blocks 1, 3, 5, .., during the product with the weights of the block before
-    DTYPE: gl.constexpr = ring.v.dtype
+    DTYPE: gl.constexpr = ring.k.first.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, META.V0 // 2, 16])
@@ -171,19 +175,18 @@ def _right_partition(args: Arguments, ring: Ring, exchange: Exchange, KV_BLOCK: 
 def _load_partition(args: Arguments, ring: Ring, SIDE: gl.constexpr, KV_BLOCK: gl.constexpr, META: gl.constexpr):
     # Gathers every second block. With an odd number of blocks, one follows that has no key.
     item = item_at(gl.program_id(0), args, KV_BLOCK, META)
-    load_query(ring, item, SIDE, SIDE, args, META)
+    load_query(ring, item, SIDE, args, META)
     for pair in range(gl.cdiv(item.num_blocks, 2)):
         n = 2 * pair + SIDE
-        gather_block(n, ring, item, True, args, KV_BLOCK, META)
+        gather_block(n, ring, item, args, KV_BLOCK, META)
         async_copy.wait_group(0)
-        announce(ring, n, True, SIDE, META)
+        announce(ring, n, SIDE, META)
 
 
 @hopper_kernel
 def _sparse_fwd_wide_hopper_kernel(args: Arguments, KV_BLOCK: gl.constexpr, META: gl.constexpr):
     DTYPE: gl.constexpr = args.inputs.k.ptr.dtype.element_ty
-    REGISTERS: gl.constexpr = META.REGISTERS
-    ring = allocate_ring(DTYPE, True, 2, 2, META)
+    ring = allocate_ring(DTYPE, META)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     weights = ring.k.second
     if META.QK1 == 0:
@@ -203,10 +206,42 @@ def _sparse_fwd_wide_hopper_kernel(args: Arguments, KV_BLOCK: gl.constexpr, META
             (_load_partition, (args, ring, 1, KV_BLOCK, META)),
         ],
         [4, 2, 2],
-        [REGISTERS, 72, 72],
+        [_REGISTERS, 72, 72],
     )
 
 
 def wide_forward(problem: Problem, out: Tensor, lse: Tensor, tile: Tile | None = None) -> None:
     """Launches the forward of a call that `conditions.wide_unsupported` does not reject."""
-    launch_items(_sparse_fwd_wide_hopper_kernel, problem, (out, lse), tile or wide_tile(problem), 1)
+    x = problem
+    if has_no_queries(x):  # no program writes
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return
+    tile = tile or wide_tile(x)
+    meta = _sparse_meta(x, tile, out)
+    items = programs_of(x, tile.block_m)
+    args = Arguments(inputs=x.inputs(meta), lists=key_lists(x), out=rows(out, meta), lse_ptr=lse, items=items)
+    launch(_sparse_fwd_wide_hopper_kernel, items, x.device, tile, (args, x.kv_block, meta))
+    if x.has_padding_q:
+        zero_padding(x, out, "q", lse)
+
+
+def _sparse_meta(problem: Problem, tile: Tile, out: Tensor) -> Any:
+    x = problem
+    qk0, qk1, v0 = widths(x)
+    return SparseMeta(
+        **x.features._asdict(),
+        HAS_SINK=x.has_sink,
+        HAS_OFFSET=x.softmax_offset is not None,
+        HEAD_DIM_QK=x.q.shape[-1],
+        HEAD_DIM_V=x.v.shape[-1],
+        QK0=qk0,
+        QK1=qk1,
+        V0=v0,
+        ALIGN=x.meta(tile, (out,)).ALIGN,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.num_stages,
+        LAZY=True,
+        IS_FP8=False,
+    )

@@ -40,7 +40,6 @@ KERNELS = {
     ("forward", "sm_90 FP8"): {"_attn_fwd_fp8_hopper_kernel"},
     ("forward", "sm_100"): {"_attn_fwd_blackwell_kernel"},
     ("forward", "sparse"): {"_sparse_fwd_kernel"},
-    ("forward", "sm_90 sparse"): {"_sparse_fwd_hopper_kernel"},
     ("forward", "sm_90 sparse latent"): {"_sparse_fwd_wide_hopper_kernel"},
     ("forward", "sparse by block"): {"_sparse_block_fwd_kernel"},
     ("backward", "sparse"): {"_sparse_bwd_dq_kernel"},
