@@ -426,9 +426,13 @@ class HopperTile:
 
 
 _LONG_64 = HopperTile(head_dim_qk=64, head_dim_v=64, block_m=192, block_n=128, num_stages=2, registers=160, is_lazy=True)
+_FEW_64 = HopperTile(
+    head_dim_qk=64, head_dim_v=64, block_m=128, block_n=128, num_stages=3, registers=240, q_stages=2, pingpong=False
+)
 _NARROW_64 = HopperTile(
     head_dim_qk=64, head_dim_v=64, block_m=192, block_n=64, num_stages=4, registers=160, q_stages=2, pingpong=False, is_lazy=True
 )
+_LONG_128 = HopperTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=128, num_stages=2, registers=240)
 _NARROW_128 = HopperTile(
     head_dim_qk=128, head_dim_v=128, block_m=192, block_n=64, num_stages=3, registers=160, pingpong=False, is_lazy=True
 )
@@ -437,43 +441,21 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
     "d64_long": _LONG_64,
     # Scores have 48 = 32 + 16 columns. A product with values is as fast with 64 columns as with two parts.
     "d48_long": replace(_LONG_64, head_dim_qk=48, num_stages=3),
-    "d64_short": HopperTile(
-        head_dim_qk=64,
-        head_dim_v=64,
-        block_m=256,
-        block_n=64,
-        num_stages=4,
-        registers=112,
-        q_stages=2,
-        pingpong=False,
-        is_lazy=True,
-    ),
+    "d64_short": replace(_NARROW_64, block_m=256, registers=112),
     # Registers for values beside the scores: a bias, mods, random numbers. Over pages a single warp finds the pages beside two
     # consumers; with more it would be a warpgroup.
     "d64_two_consumers": HopperTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=128, num_stages=2, registers=240),
     # For calls in which loading keys is the only work, and rows without queries are overhead.
-    "d64_few_rows": HopperTile(
-        head_dim_qk=64, head_dim_v=64, block_m=128, block_n=128, num_stages=3, registers=240, q_stages=2, pingpong=False
-    ),
+    "d64_few_rows": _FEW_64,
     # A tile with more queries processes more keys that few of them see.
     "d64_narrow": _NARROW_64,
-    "d64_paged_short": HopperTile(
-        head_dim_qk=64,
-        head_dim_v=64,
-        block_m=128,
-        block_n=128,
-        num_stages=3,
-        registers=240,
-        q_stages=2,
-        pingpong=False,
-        is_lazy=True,
-    ),
+    "d64_paged_short": replace(_FEW_64, is_lazy=True),
     "d64_narrow_two_consumers": replace(_NARROW_64, block_m=128, registers=240),
-    "d128_long": HopperTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=128, num_stages=2, registers=240),
-    "d128": HopperTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=128, num_stages=2, registers=240, q_stages=2),
+    "d128_long": _LONG_128,
+    "d128": replace(_LONG_128, q_stages=2),
     "d128_narrow": replace(_NARROW_128, block_m=128, num_stages=4, registers=240, q_stages=2),
     "d128_three_consumers": _NARROW_128,
-    "d192": HopperTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
+    "d192": replace(_LONG_128, head_dim_qk=192, out_parts=2),
     "d192_narrow": replace(_NARROW_128, head_dim_qk=192, block_m=128, registers=240),
     "d192_three_consumers": replace(_NARROW_128, head_dim_qk=192, out_parts=2),
     "d256": HopperTile(
@@ -483,9 +465,9 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
 """Tiles for head dims up to 256; `crossovers` selects one for a call."""
 
 HOPPER_FITTED = (
-    HopperTile(head_dim_qk=80, head_dim_v=80, block_m=128, block_n=128, num_stages=3, registers=240, q_stages=2),
-    HopperTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=128, num_stages=2, registers=240, q_stages=2),
-    HopperTile(head_dim_qk=160, head_dim_v=160, block_m=128, block_n=128, num_stages=2, registers=240, out_parts=2),
+    replace(_LONG_128, head_dim_qk=80, head_dim_v=80, num_stages=3, q_stages=2),
+    replace(_LONG_128, head_dim_qk=96, head_dim_v=96, q_stages=2),
+    replace(_LONG_128, head_dim_qk=160, head_dim_v=160, out_parts=2),
     HopperTile(head_dim_qk=192, head_dim_v=192, block_m=128, block_n=64, num_stages=2, registers=240, out_parts=2, is_lazy=True),
 )
 """Tiles whose head dims have two parts: 80 = 64 + 16, 96 = 64 + 32, 160 = 128 + 32 and 192 = 128 + 64.
