@@ -16,7 +16,6 @@ from flexattn.kernels_triton.common.tiles import (
 )
 from flexattn.kernels_triton.gluon import conditions
 from flexattn.kernels_triton.gluon.descriptors import descriptor_error
-from flexattn.kernels_triton.runtime.device import capability_of
 
 
 def forward_tile(problem: Problem) -> BlackwellTile:
@@ -26,15 +25,9 @@ def forward_tile(problem: Problem) -> BlackwellTile:
     return next(tile for tile in tiles if d_qk <= tile.head_dim_qk and d_v <= tile.head_dim_v)
 
 
-def _unsupported_device(problem: Problem) -> str | None:
-    return None if capability_of(problem.device) == 100 else "it is written for Blackwell, sm_100"
-
-
 def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     """Returns the reason if the forward cannot run this problem; None: it can."""
     x = problem
-    if error := _unsupported_device(x):
-        return error
     widest = BLACKWELL_FORWARD[-1]
     if x.q.shape[-1] > widest.head_dim_qk or x.v.shape[-1] > widest.head_dim_v:
         return f"it takes head dims up to {widest.head_dim_qk} of q and k, and up to {widest.head_dim_v} of v"
@@ -57,8 +50,6 @@ def backward_tile(problem: Problem) -> BlackwellBackwardTile:
 def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """Returns the reason if the backward cannot run this problem; None: it can."""
     x = problem
-    if error := _unsupported_device(x):
-        return error
     widest = BLACKWELL_BACKWARD[-1]
     if max(x.q.shape[-1], x.v.shape[-1]) > widest.head_dim:
         return f"it takes head dims up to {widest.head_dim}"

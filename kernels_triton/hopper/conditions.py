@@ -78,13 +78,9 @@ def _is_wide(problem: Problem) -> bool:
 
 def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     """Returns the reason if the forward cannot run this problem; None: it can."""
-    if capability_of(problem.device) == 90 and _is_wide(problem):
+    if _is_wide(problem):
         return "it takes head dims up to 256"
-    return (
-        _unsupported_device(problem)
-        or conditions.unsupported_operands(problem, out)
-        or _unsupported_tile(problem, forward_tile(problem))
-    )
+    return conditions.unsupported_operands(problem, out) or _unsupported_tile(problem, forward_tile(problem))
 
 
 def wide_tile(problem: Problem) -> tiles.HopperTile:
@@ -96,19 +92,11 @@ def wide_tile(problem: Problem) -> tiles.HopperTile:
 
 def wide_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
     """Returns the reason if the forward for head dims above 256 cannot run this problem; None: it can."""
-    if capability_of(problem.device) == 90 and not _is_wide(problem):
+    if not _is_wide(problem):
         return "it takes head dims above 256"
     if has_max_logit:
         return "it does not return max_logit"
-    return (
-        _unsupported_device(problem)
-        or conditions.unsupported_operands(problem, out)
-        or _unsupported_tile(problem, wide_tile(problem))
-    )
-
-
-def _unsupported_device(problem: Problem) -> str | None:
-    return None if capability_of(problem.device) == 90 else "it is written for Hopper, sm_90"
+    return conditions.unsupported_operands(problem, out) or _unsupported_tile(problem, wide_tile(problem))
 
 
 def _unsupported_tile(problem: Problem, tile: tiles.HopperTile) -> str | None:
@@ -132,7 +120,9 @@ def tangent_unsupported(problem: Problem) -> str | None:
         return _TOO_WIDE
     if x.is_modified or x.dropout_p > 0 or x.has_sink or x.page_table is not None:
         return "it supports only scaled scores with an optional band: no bias, mod, softcap, sink, dropout, block mask or pages"
-    return _unsupported_device(x) or conditions.unsupported_operands(x, x.q)  # out is contiguous
+    if capability_of(x.device) != 90:
+        return "it is written for Hopper, sm_90"
+    return conditions.unsupported_operands(x, x.q)  # out is contiguous
 
 
 def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
@@ -150,12 +140,7 @@ def wide_backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> st
     head_dims = (x.q.shape[-1], x.v.shape[-1])
     if min(head_dims) <= 256 or max(head_dims) > tile.head_dim_qk:
         return f"it takes head dims above 256, up to {tile.head_dim_qk}, of q and k and of v"
-    error = (
-        _unsupported_device(x)
-        or conditions.unsupported_operands(x, out)
-        or descriptor_error("dout", dout)
-        or conditions.unsupported_statistics(x)
-    )
+    error = conditions.unsupported_operands(x, out) or descriptor_error("dout", dout) or conditions.unsupported_statistics(x)
     return error or conditions.backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
 
 

@@ -13,7 +13,6 @@ from flexattn.kernels_triton.gluon.conditions import KEYS
 from flexattn.kernels_triton.gluon.descales import Scale, scale_error, scales_of
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error, readable
 from flexattn.kernels_triton.hopper.quantize import dequantize
-from flexattn.kernels_triton.runtime.device import capability_of
 
 
 def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,8 +62,6 @@ def fill_16_bits(problem: Problem, dout: Tensor, problem16: Problem, dout16: Ten
 def unsupported_operands(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """Returns the reason if neither FP8 backward can run this problem, for any head dims and tiles; None: they can."""
     x = problem
-    if capability_of(x.device) != 90:
-        return "it is written for Hopper, sm_90"
     if out.dtype not in DTYPES:
         return f"its gradients are bf16 or fp16, and out is {str(out.dtype).removeprefix('torch.')}"
     for has, feature in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):

@@ -57,7 +57,7 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     with_blocks,
     words_of,
 )
-from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
+from flexattn.kernels_triton.runtime.device import Tile, num_processors
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 _ROWS = 16  # rows of mma.sync
@@ -411,8 +411,6 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
 def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
     """Returns the reason if the kernel cannot run this problem, with k and v in FP8 and q in 16 bits; None: it can."""
     x = problem
-    if capability_of(x.device) != 90:
-        return "it is written for Hopper, sm_90"
     if x.q.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes q in bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
     if has_max_logit:

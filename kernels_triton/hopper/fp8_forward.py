@@ -43,7 +43,7 @@ from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.hopper.fp8 import compute_here, pack_quads, transposed_descriptor, unpack_quads
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.compiler import FROM_3_9
-from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
+from flexattn.kernels_triton.runtime.device import Tile, num_processors
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 _COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's minimum N, all equal
@@ -360,8 +360,6 @@ def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.co
 def unsupported(problem: Problem, out: Tensor, return_max_logit: bool = False) -> str | None:
     """Returns the reason if the kernel cannot run this problem, with q, k and v in FP8; None: it can."""
     x = problem
-    if capability_of(x.device) != 90:
-        return "it is written for Hopper, sm_90"
     for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
         if tensor.dtype not in FP8_DTYPES:
             return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(tensor.dtype).removeprefix('torch.')}"

@@ -7,23 +7,19 @@ from torch import Tensor
 from flexattn.kernels_triton.common.problem import Backward, Problem, is_loadable
 from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask, unsupported_call, unsupported_fp8_call
 from flexattn.kernels_triton.gluon.descales import scale_error, scales_of
-from flexattn.kernels_triton.mma.tiles import CAPABILITIES, FP8_CAPABILITIES, WIDEST, backward_tile, dq_tile, forward_tile
-from flexattn.kernels_triton.runtime.device import Tile, capability_of
+from flexattn.kernels_triton.mma.tiles import WIDEST, backward_tile, dq_tile, forward_tile
+from flexattn.kernels_triton.runtime.device import Tile
 
 
 def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     """Returns the reason if the forward cannot run this problem in 16 bits; None: it can."""
     x = problem
-    if capability_of(x.device) not in CAPABILITIES:
-        return "it is written for compute capability 8.0, 8.6, 8.9 and 12.0"
     return unsupported_call(x) or _unsupported_rows(x, out) or _unsupported_tile(x)
 
 
 def fp8_forward_unsupported(problem: Problem, out: Tensor, return_max_logit: bool) -> str | None:
     """Returns the reason if the forward cannot run this problem in FP8; None: it can."""
     x = problem
-    if capability_of(x.device) not in FP8_CAPABILITIES:
-        return "it is written for compute capability 8.9 and 12.0"
     if return_max_logit:
         return "it does not support max_logit in FP8"
     if reason := unsupported_fp8_call(x) or _unsupported_rows(x, out):
@@ -55,8 +51,6 @@ def two_kernels_unsupported(call: Backward) -> str | None:
 
 def _unsupported_backward(call: Backward) -> str | None:
     x = call.problem
-    if capability_of(x.device) not in CAPABILITIES:
-        return "it is written for compute capability 8.0, 8.6, 8.9 and 12.0"
     if reason := unsupported_call(x) or _unsupported_rows(x, call.out, call.dout, call.dq, call.dk, call.dv):
         return reason
     if x.block_mask is not None and x.group_size > 1 and x.block_mask.heads > 1:

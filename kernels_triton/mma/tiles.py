@@ -8,9 +8,6 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.gluon.conditions import rows_of_a_tile
 from flexattn.kernels_triton.runtime.device import capability_of
 
-CAPABILITIES = frozenset((80, 86, 89, 120))
-FP8_CAPABILITIES = frozenset((89, 120))
-
 
 @dataclass(frozen=True, kw_only=True)
 class MmaTile:

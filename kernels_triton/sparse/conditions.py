@@ -26,8 +26,6 @@ def _not_in_16_bits(problem: Problem) -> str | None:
 def wide_unsupported(problem: Problem) -> str | None:
     """Returns the reason if the kernel for latent attention cannot run this problem; None: it can."""
     x = problem
-    if capability_of(x.device) != 90:
-        return "it is written for Hopper, sm_90"
     if reason := _not_in_16_bits(x):
         return reason
     if not x.is_latent or widths(x)[1] not in (0, 64):

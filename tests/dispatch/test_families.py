@@ -129,6 +129,24 @@ def test_families_of_calls(
         assert names(spec, x) == expected
 
 
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("more", [{}, FP8], ids=["16 bits", "FP8"])
+def test_a_family_runs_only_on_its_devices(more: dict[str, Any], capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conditions of kernels do not repeat it."""
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: FORCED)
+    q = torch.empty(LONG, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    spec, x = on_sm_90(q=q, k=q, v=q, **more)
+    spec = spec._replace(capability=divmod(capability, 10))
+    for direction, orders in (("forward", FORWARDS), ("backward", BACKWARDS)):
+        choice = triton_backend.choice_of(spec, x, direction)
+        assert choice is not None
+        rejected = dict(choice.rejected)
+        for family in orders[bool(more)]:
+            if family.capabilities and capability not in family.capabilities:
+                assert choice.family is not family
+                assert family.name not in rejected or rejected[family.name].endswith(" is needed")
+
+
 @pytest.mark.parametrize("layout", ["one head", "one batch entry", "rows between others"])
 def test_a_deterministic_backward_has_one_family_at_any_strides(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook for saved tensors, such as save_on_cpu, gives the backward contiguous copies."""

@@ -311,5 +311,3 @@ def test_what_it_refuses() -> None:
         assert conditions.forward_unsupported(problem, out) == "it takes head dims up to 256"
         pages = problem_of(1, True, 4)
         assert str(conditions.wide_unsupported(pages, out, False)).startswith("its copies take 8 keys of a page or more")
-    with pretended_device(80, 108):
-        assert conditions.wide_unsupported(problem, out, False) == "it is written for Hopper, sm_90"

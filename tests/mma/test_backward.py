@@ -145,8 +145,6 @@ def test_calls_left_to_the_portable_kernels_have_a_reason(more: dict[str, Any], 
             two_kernels = conditions.two_kernels_unsupported(call)
         assert said is None if reason is None else reason in str(said)
         assert two_kernels == (None if call.deterministic else said)
-    with pretended_device(90, 132):
-        assert "compute capability 8.0, 8.6, 8.9 and 12.0" in str(conditions.two_kernels_unsupported(call))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import torch
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd, empty_outputs
 from flexattn.functional import bind_call
+from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
-from flexattn.kernels_triton.mma import conditions, tiles
+from flexattn.kernels_triton.mma import conditions
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
 from flexattn.kernels_triton.runtime.device import capability_of
@@ -37,7 +38,7 @@ from tests.support.gluon_calls import (
 )
 
 DEVICE = "cuda"
-HAS_MMA = torch.cuda.is_available() and capability_of(torch.device(DEVICE)) in tiles.CAPABILITIES
+HAS_MMA = torch.cuda.is_available() and capability_of(torch.device(DEVICE)) in families.MMA_FORWARD.capabilities
 pytestmark = pytest.mark.skipif(not HAS_MMA, reason="no GPU of compute capability 8.0, 8.6, 8.9 or 12.0, and no --as")
 
 REPEATS = 30
