@@ -17,8 +17,8 @@ from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common.crossovers import SPLIT_PROGRAMS, Facts, Rule
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
-from flexattn.kernels_triton.common.split_kv import Splits, splits_of
-from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, HOPPER_BACKWARD_WIDE, ONE_GRID
+from flexattn.kernels_triton.common.split_kv import Splits, splits_of, tiles_and_room
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, HOPPER_BACKWARD_WIDE, ONE_GRID, QueryTile
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
@@ -149,7 +149,7 @@ def _unsupported_out(call: Forward) -> str | None:
 
 def _portable_splits(call: Forward, tile: Any) -> Splits:
     group = portable_forward.heads_of_a_tile(call.problem, tile, call.max_logit is not None)
-    return splits_of(call.problem, *portable_forward.tiles_and_room(call.problem, tile, group))
+    return splits_of(call.problem, *tiles_and_room(call.problem, tile, group, SPLIT_PROGRAMS))
 
 
 PORTABLE_FORWARD = ForwardFamily(
@@ -215,10 +215,9 @@ PORTABLE_BACKWARD = BackwardFamily(
 )
 
 
-def _gluon_splits(call: Forward, tile: object, module: str = "gluon.conditions", **programs: int) -> Splits:
-    kernels = _kernels(module)
-    group = kernels.heads_of_a_tile(call.problem, tile)
-    return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group, **programs))
+def _gluon_splits(call: Forward, tile: QueryTile, module: str = "gluon.conditions", programs: int = 1) -> Splits:
+    group = _kernels(module).heads_of_a_tile(call.problem, tile)
+    return splits_of(call.problem, *tiles_and_room(call.problem, tile, group, programs))
 
 
 HOPPER_FORWARD = ForwardFamily(
@@ -256,7 +255,7 @@ HOPPER_FP8_CACHE = ForwardFamily(
     unsupported=_unsupported_by_fp8_cache,
     tile=lambda call: _kernels("hopper.fp8_cache").tile_of(call.problem),
     run=lambda call, tile: _kernels("hopper.fp8_cache").fp8_cache_forward(call.problem, call.out, call.lse, tile),
-    splits=lambda call, tile: _gluon_splits(call, tile, "hopper.fp8_cache"),
+    splits=lambda call, tile: _gluon_splits(call, tile, "hopper.fp8_cache", _kernels("hopper.fp8_cache").programs_of(tile)),
     capabilities=_SM_90,
 )
 

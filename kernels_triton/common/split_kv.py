@@ -39,8 +39,8 @@ from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.split_ranges import Parts
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
-from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.common.tiles import QueryTile, cdiv, slots_of_heads
+from flexattn.kernels_triton.runtime.device import Tile, num_processors
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
@@ -63,6 +63,16 @@ class Splits(NamedTuple):
 
     count: int
     why: str
+
+
+def tiles_and_room(problem: Problem, tile: QueryTile, group: int, programs: int = 1) -> tuple[int, int]:
+    """Returns (number of query tiles, each with `group` heads, number of programs that the device runs at once).
+
+    programs: of a processor.
+    """
+    queries = tile.block_m // slots_of_heads(group)
+    tiles = cdiv(problem.longest_q, queries) * problem.batch * problem.num_heads // group
+    return tiles, programs * num_processors(problem.device)
 
 
 def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:

@@ -19,9 +19,16 @@ of 8.0, 8.6 and 12.0 up to 512 were the fastest of several when an NVIDIA H200 r
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile
+
+
+class QueryTile(Protocol):
+    """A forward's tile, of any architecture."""
+
+    @property
+    def block_m(self) -> int: ...
 
 
 def slots_of_heads(heads: int) -> int:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import HopperFusedTile, cdiv, slots_of_heads
+from flexattn.kernels_triton.common.tiles import HopperFusedTile, QueryTile, cdiv, slots_of_heads
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, batch_steps, descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.runtime.device import num_processors
 
 QUERIES = 128  # queries of a program of dq: two warpgroups
 KEYS = 128  # keys of a program of the fused backward: two warpgroups
-
-
-class QueryTile(Protocol):
-    """A forward's tile, of any architecture."""
-
-    @property
-    def block_m(self) -> int: ...
 
 
 def shares(problem: Problem) -> list[int]:
@@ -42,16 +33,6 @@ def heads_of_a_tile(problem: Problem, tile: QueryTile) -> int:
         return 1
     # The fewest tiles; among equal numbers, the tiles whose keys are loaded for more heads.
     return min(shares(x), key=lambda heads: (cdiv(queries * slots_of_heads(heads), tile.block_m) * x.group_size // heads, -heads))
-
-
-def tiles_and_room(problem: Problem, tile: QueryTile, group: int, programs: int = 1) -> tuple[int, int]:
-    """Returns (number of query tiles, each with `group` heads, number of programs that the device runs at once).
-
-    programs: of a processor.
-    """
-    queries = tile.block_m // slots_of_heads(group)
-    tiles = -(-problem.longest_q // queries) * problem.batch * problem.num_heads // group
-    return tiles, programs * num_processors(problem.device)
 
 
 def rows_of_a_tile(problem: Problem) -> int:
@@ -79,7 +60,7 @@ def unsupported_call(problem: Problem) -> str | None:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
     if x.descales_kv:
         return "it takes k and v in q's dtype, and they are in FP8"
-    return _unsupported_values(x)
+    return unsupported_values(x)
 
 
 def unsupported_fp8_call(problem: Problem) -> str | None:
@@ -88,10 +69,11 @@ def unsupported_fp8_call(problem: Problem) -> str | None:
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in (x.q, x.k, x.v)})
     if x.q.dtype not in FP8_DTYPES or len(dtypes) > 1:
         return f"it takes q, k and v all in float8_e4m3fn or all in float8_e5m2, not {' and '.join(dtypes)}"
-    return _unsupported_values(x)
+    return unsupported_values(x)
 
 
-def _unsupported_values(problem: Problem) -> str | None:
+def unsupported_values(problem: Problem) -> str | None:
+    """Returns the reason if no kernel in Gluon runs this problem, whatever its dtypes and strides; None: they can."""
     x = problem
     if x.softmax_scale == 0:
         return "it does not support a softmax_scale of 0"

@@ -10,10 +10,10 @@ from torch import Tensor
 from flexattn.kernels_triton.common.plan_pieces import Plan
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results, tiles_and_room
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads, split_head_dim
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, rows_of_a_copy, tiles_and_room
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, rows_of_a_copy
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Descriptors, ForwardMeta, Results, Steps
 from flexattn.kernels_triton.gluon.operands import ROWS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.gluon.conditions import KEYS
+from flexattn.kernels_triton.gluon.conditions import KEYS, unsupported_statistics, unsupported_values
 from flexattn.kernels_triton.gluon.descales import Scale, scale_error, scales_of
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error, readable
 from flexattn.kernels_triton.hopper.quantize import dequantize
@@ -64,13 +64,10 @@ def unsupported_operands(problem: Problem, out: Tensor, dout: Tensor) -> str | N
     x = problem
     if out.dtype not in DTYPES:
         return f"its gradients are bf16 or fp16, and out is {str(out.dtype).removeprefix('torch.')}"
-    for has, feature in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):
-        if has:
-            return f"it does not support {feature}"
-    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
-        return "there is nothing to load"
-    if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
-        return "its statistics exceed the range of the copy engine's coordinates"
+    if x.dropout_p > 0:
+        return "it does not support dropout"
+    if error := unsupported_values(x) or unsupported_statistics(x):
+        return error
     names, heads = ("q", "k", "v", "dout"), (x.num_heads, x.num_heads_kv, x.num_heads_kv, x.num_heads)
     for name, t, scale, h in zip(names, (x.q, x.k, x.v, dout), scales_of(x), heads, strict=True):
         if t.dtype not in FP8_DTYPES:

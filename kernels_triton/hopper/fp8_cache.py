@@ -30,10 +30,11 @@ from flexattn.kernels_triton.common.plan_pieces import entry_at, first_row_of_pa
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.sequences import load_sequence
-from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results, tiles_and_room
 from flexattn.kernels_triton.common.split_ranges import part_row, range_of_blocks, range_of_split
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
+from flexattn.kernels_triton.common.tiles import slots_of_heads
+from flexattn.kernels_triton.gluon.conditions import unsupported_values
 from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     CacheArguments,
     CacheMeta,
@@ -57,7 +58,7 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     with_blocks,
     words_of,
 )
-from flexattn.kernels_triton.runtime.device import Tile, num_processors
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 _ROWS = 16  # rows of mma.sync
@@ -419,10 +420,8 @@ def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | Non
         return "it takes neither dropout nor a block mask"
     if x.is_batch_invariant:
         return "it supports only few queries, with results that differ bitwise from those among many queries"
-    if x.softmax_scale == 0:
-        return "it does not support a softmax_scale of 0"
-    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
-        return "there is nothing to load"
+    if error := unsupported_values(x):
+        return error
     if x.q.shape[-1] not in _HEAD_DIMS or x.v.shape[-1] not in _HEAD_DIMS:
         return f"it takes head dims 64, 128 and 256, not {x.q.shape[-1]} and {x.v.shape[-1]}"
     return _unaligned("q", x.q) or _unaligned("k", x.k) or _unaligned("v", x.v)
@@ -456,10 +455,9 @@ def heads_of_a_tile(problem: Problem, tile: Tile) -> int:
     return min(x.group_size & -x.group_size, 1 << (room.bit_length() - 1))
 
 
-def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
-    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
-    tiles = cdiv(problem.longest_q, tile.block_m // slots_of_heads(group)) * (problem.num_heads // group) * problem.batch
-    return tiles, _WARPS // tile.num_warps * num_processors(problem.device)
+def programs_of(tile: Tile) -> int:
+    """Returns the number of programs that a multiprocessor runs at once."""
+    return _WARPS // tile.num_warps
 
 
 def fp8_cache_forward(
@@ -473,7 +471,7 @@ def fp8_cache_forward(
     x = problem
     tile = tile or tile_of(x)
     group = heads_of_a_tile(x, tile) if group is None else group
-    tiles, room = tiles_and_room(x, tile, group)
+    tiles, room = tiles_and_room(x, tile, group, programs_of(tile))
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)
     # Programs of all heads process the same keys side by side: the plan is for one head, and a part has the rows of all heads.

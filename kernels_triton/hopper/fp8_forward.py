@@ -24,7 +24,7 @@ from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile, split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
-from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
+from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask, unsupported_values
 from flexattn.kernels_triton.gluon.descales import Descales, Scale, scale_error, scales_of
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, descriptor_error, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Cut, Descriptors, Results, Steps, Tiles
@@ -363,15 +363,11 @@ def unsupported(problem: Problem, out: Tensor, return_max_logit: bool = False) -
     for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
         if tensor.dtype not in FP8_DTYPES:
             return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(tensor.dtype).removeprefix('torch.')}"
-    for has, feature in (
-        (x.dropout_p > 0, "dropout"),
-        (return_max_logit, "max_logit"),
-        (x.softmax_scale == 0, "a softmax_scale of 0"),
-    ):
+    for has, feature in ((x.dropout_p > 0, "dropout"), (return_max_logit, "max_logit")):
         if has:
             return f"it does not support {feature}"
-    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
-        return "there is nothing to load"
+    if error := unsupported_values(x):
+        return error
     tile = tile_of(x)
     errors: list[str | None] = [descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("out", out))]
     heads = (x.num_heads, x.num_heads_kv, x.num_heads_kv)

@@ -21,6 +21,7 @@ from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.problem import Along, Problem
 from flexattn.kernels_triton.common.row_tiles import Place
 from flexattn.kernels_triton.common.sequences import sequence_of
+from flexattn.kernels_triton.common.split_kv import tiles_and_room
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile
 from flexattn.kernels_triton.gluon import forward_work as work_tiles
@@ -28,7 +29,6 @@ from flexattn.kernels_triton.gluon import pairs as tile_pairs
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.barriers import pass_turn, wait_for_turn
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
-from flexattn.kernels_triton.gluon.conditions import tiles_and_room
 from flexattn.kernels_triton.gluon.descriptors import Step, readable, step_of, store_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Results
 from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments, forward_meta

@@ -23,12 +23,12 @@ from flexattn.kernels_triton.common.plan_pieces import piece_of_part
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.sequences import sequence_of
-from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results, tiles_and_room
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import slots_of_heads
 from flexattn.kernels_triton.gluon import forward_rows
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_keys, cut_key_lists, key_block
-from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile, tiles_and_room
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
 from flexattn.kernels_triton.gluon.descales import descales_of
 from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Cut, Results

@@ -34,12 +34,12 @@ from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.scores import biased_logits, load_bias_tile, rows_of_bias
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
-from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results, tiles_and_room
 from flexattn.kernels_triton.common.split_ranges import part_row, range_of_blocks, range_of_split, share_of_split
 from flexattn.kernels_triton.common.tile_memory import StoredRows, load_parts, load_tile, store_parts, zero_parts
 from flexattn.kernels_triton.common.tiles import FORWARD, slots_of_heads
 from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
-from flexattn.kernels_triton.runtime.device import Tile, num_processors
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 
@@ -502,12 +502,6 @@ def heads_of_a_tile(problem: Problem, tile: Tile, has_max_logit: bool = False) -
     return min(x.group_size & -x.group_size, 1 << (room.bit_length() - 1))
 
 
-def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
-    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
-    tiles = -(-problem.longest_q // (tile.block_m // slots_of_heads(group))) * (problem.num_heads // group) * problem.batch
-    return tiles, SPLIT_PROGRAMS * num_processors(problem.device)
-
-
 def _v_transposed(problem: Problem) -> Channels | None:
     from flexattn.kernels_triton.common.quantize import transposed  # imported here, so that calls in 16 bits do not wait for it
 
@@ -530,7 +524,7 @@ def attention_forward(
         return
     tile = tile or x.tile(FORWARD)
     group = heads_of_a_tile(x, tile, max_logit is not None)
-    tiles, room = tiles_and_room(x, tile, group)
+    tiles, room = tiles_and_room(x, tile, group, SPLIT_PROGRAMS)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)
     planned = PlannedTile(heads=group, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n, writes_whole=False)
