@@ -82,16 +82,10 @@ def blackwell_backward(call: Backward, tile: BlackwellBackwardTile | None = None
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         DIM=tile.head_dim,
-        DIM1=0,
         COLUMNS=tile.columns,
         Q_STAGES=tile.q_stages,
         DOUT_STAGES=tile.dout_stages,
         DQ_PARTS=cdiv(x.q.shape[-1], backward_pipeline.DQ_COLUMNS.value),
-        DOUT_APART=True,
-        NUMBERS=0,  # a program has one key block
-        K_STAGES=1,
-        V_STAGES=1,
-        CONVERTED=0,
     )
     ready = launch_of_fused(call, meta, tile.block_n, (LANES.value, backward_pipeline.DQ_COLUMNS.value))
     launch(_attn_bwd_blackwell_kernel, ready.programs, x.device, ready.tile, ready.arguments)

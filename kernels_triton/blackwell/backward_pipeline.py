@@ -24,16 +24,16 @@ class BackwardMeta(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
-    DIM1: int  # 0: the head dim has one part
     COLUMNS: int  # queries of which a thread holds the scores with one key at a time
     Q_STAGES: int
     DOUT_STAGES: int
     DQ_PARTS: int  # tiles of DQ_COLUMNS columns of dq
-    DOUT_APART: bool  # for this and the next four see `FusedMeta`
-    NUMBERS: int
-    K_STAGES: int
-    V_STAGES: int
-    CONVERTED: int
+    DIM1: int = 0  # 0: the head dim has one part
+    DOUT_APART: bool = True  # for this and the next four see `FusedMeta`
+    NUMBERS: int = 0
+    K_STAGES: int = 1
+    V_STAGES: int = 1
+    CONVERTED: int = 0
 
 
 class ProductBarriers(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 
@@ -36,13 +37,13 @@ def with_features(kernel_fields: Any) -> Any:
 
     The result is flat, so that kernels and shared functions read `META.HAS_LEFT` whatever else a kernel is compiled for.
     """
-    combined: Any = NamedTuple(kernel_fields.__name__, [*Features.__annotations__.items(), *kernel_fields.__annotations__.items()])  # type: ignore[misc]
-    # pickle finds the class by these
-    combined.__module__, combined.__qualname__, combined.__doc__ = (
-        kernel_fields.__module__,
-        kernel_fields.__qualname__,
-        kernel_fields.__doc__,
+    combined: Any = namedtuple(  # type: ignore[misc]
+        kernel_fields.__name__,
+        (*Features._fields, *kernel_fields._fields),
+        defaults=[*kernel_fields._field_defaults.values()],
+        module=kernel_fields.__module__,  # pickle finds the class by it
     )
+    combined.__doc__ = kernel_fields.__doc__
     return combined
 
 

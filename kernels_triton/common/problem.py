@@ -130,12 +130,6 @@ class Meta(NamedTuple):
     """
 
     IS_GROUPED: bool  # several query heads share a key head
-    HEADS: int  # query heads of a forward's tile; its rows are the first query of each head, then the second, ..
-    GROUP: int  # rows of one query: the next power of two from HEADS; the last rows may belong to no head
-    IS_LATENT: bool  # the forward takes v from the tile of k
-    ASKS_OF_BLOCKS: bool  # the forward applies the mask_mod's block test before it evaluates the mask_mod for each query and key
-    MASKS_KEYS: bool  # a mask_mod of keys alone, beside a bias: the forward loads it for the next tile ahead
-    OVERLAPS: bool  # the forward begins while the kernel before it runs, and lets the next one begin (`launch_order`)
     PAGE_ROWS: int  # keys of a block that are contiguous in a page; 0: no pages
     IS_FP8: bool  # q, k, v and dout are FP8; p and ds are converted to it
     IS_KV_FP8: bool  # only k and v are FP8; they are converted to q's dtype for the products
@@ -154,11 +148,19 @@ class Meta(NamedTuple):
     V1: int
     ALIGN: int  # all strides are multiples of this many elements
     WIDE_STRIDES: bool  # the rows of one tile may be 2**31 elements or more apart
-    IS_NEAR: bool  # a forward with a bias addresses the keys of a head with 32 bits
-    IS_WHOLE: bool  # a forward with a bias: its keys fill their tiles, so no loop has the end
     PRECISION: str  # precision of a dot product of two fp32 tiles
     BLOCK_M: int
     BLOCK_N: int
+    HEADS: int = 1  # query heads of a forward's tile; its rows are the first query of each head, then the second, ..
+    GROUP: int = 1  # rows of one query: the next power of two from HEADS; the last rows may belong to no head
+    IS_LATENT: bool = False  # the forward takes v from the tile of k
+    ASKS_OF_BLOCKS: bool = (
+        False  # the forward applies the mask_mod's block test before it evaluates the mask_mod for each query and key
+    )
+    MASKS_KEYS: bool = False  # a mask_mod of keys alone, beside a bias: the forward loads it for the next tile ahead
+    OVERLAPS: bool = False  # the forward begins while the kernel before it runs, and lets the next one begin (`launch_order`)
+    IS_NEAR: bool = False  # a forward with a bias addresses the keys of a head with 32 bits
+    IS_WHOLE: bool = False  # a forward with a bias: its keys fill their tiles, so no loop has the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,12 +450,6 @@ class Problem:
         return Meta(
             **self.features._asdict(),
             IS_GROUPED=self.group_size > 1,
-            HEADS=1,
-            GROUP=1,
-            IS_LATENT=False,
-            ASKS_OF_BLOCKS=False,
-            MASKS_KEYS=False,
-            OVERLAPS=False,
             PAGE_ROWS=0 if self.page_table is None else math.gcd(self.k.shape[1], tile.block_n),
             IS_FP8=self.is_fp8,
             IS_KV_FP8=bool(self.descales_kv),
@@ -472,8 +468,6 @@ class Problem:
             V1=v1,
             ALIGN=_alignment(tensors, self.is_fp8),
             WIDE_STRIDES=any(stride * _MOST_ROWS >= 2**31 for stride in strides),
-            IS_NEAR=False,
-            IS_WHOLE=False,
             PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

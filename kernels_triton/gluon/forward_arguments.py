@@ -48,17 +48,17 @@ class ForwardMeta(NamedTuple):
     UNMASKED_LOOP: bool  # separate loop without masks for key blocks that all queries see; other blocks may be cut
     HAS_CUT_LOOP: bool  # loop with masks for blocks that may be cut, like most blocks in a narrow window
     NUMBERS: int  # integers of a tile message, see `forward_work.pack_tile`
-    IS_LATENT: bool  # v is the first columns of k, and is read from k's tiles
     ASKS_OF_BLOCKS: bool  # the mask_mod's block test runs before the mask_mod is evaluated for each query and key
-    WIDTH_V: int  # columns of out, if `Results.out` is set
-    ALIGN: int  # strides of `Results.out` are multiples of it
     SENDS_LISTS: bool  # with a block mask, the loader cuts its lists for the consumers
-    IS_FP8: bool
-    IS_MODIFIED: bool  # for this and the rest, in FP8: a logit is more than a scaled score
-    PARTS: int  # parts of V0 columns in which v is summed
-    Q_BLOCKWISE: bool  # the scales of q, of k, of v vary along the sequence
-    K_BLOCKWISE: bool
-    V_BLOCKWISE: bool
+    IS_MODIFIED: bool  # in FP8: a logit is more than a scaled score
+    IS_LATENT: bool = False  # v is the first columns of k, and is read from k's tiles
+    WIDTH_V: int = 0  # columns of out, if `Results.out` is set
+    ALIGN: int = 1  # strides of `Results.out` are multiples of it
+    IS_FP8: bool = False
+    PARTS: int = 1  # for this and the rest, in FP8: parts of V0 columns in which v is summed
+    Q_BLOCKWISE: bool = False  # the scales of q, of k, of v vary along the sequence
+    K_BLOCKWISE: bool = False
+    V_BLOCKWISE: bool = False
 
 
 class Cut(NamedTuple):

@@ -147,16 +147,8 @@ def forward_meta(
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=4 + 3 * has_lengths + 2 * cut.is_planned + 6 * (x.block_mask is not None),
         SENDS_LISTS=x.block_mask is not None,
-        IS_LATENT=False,
         ASKS_OF_BLOCKS=x.asks_of_blocks(group),
-        WIDTH_V=0,
-        ALIGN=1,
-        IS_FP8=False,
         IS_MODIFIED=x.is_modified,
-        PARTS=1,
-        Q_BLOCKWISE=False,
-        K_BLOCKWISE=False,
-        V_BLOCKWISE=False,
     )
 
 

@@ -32,13 +32,13 @@ class BackwardMeta(NamedTuple):
     QK0: int
     QK1: int
     V0: int
-    V1: int  # columns of the second part of v; 0: there is one part
     STAGES_SCORES: int  # for this and the next three see `Stages`
     STAGES_DP: int
     STAGES_P: int
     STAGES_DS: int
     SHARES_TILES: bool  # gradients are stored through tiles of operands that both consumers read
     SPLITS_COLUMNS: bool  # the consumers split columns of dk and dv rather than rows
+    V1: int = 0  # columns of the second part of v; 0: there is one part
 
 
 def backward_meta(
@@ -67,7 +67,6 @@ def backward_meta(
         QK0=widths[0],
         QK1=widths[1],
         V0=v0,
-        V1=0,
         STAGES_SCORES=stages.scores,
         STAGES_DP=stages.dp,
         STAGES_P=stages.p,

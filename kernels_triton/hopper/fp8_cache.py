@@ -487,7 +487,6 @@ def fp8_cache_forward(
         HAS_OFFSET=x.softmax_offset is not None,
         HAS_TOKEN_SCALES_K=x.has_token_scales[0],
         HAS_TOKEN_SCALES_V=x.has_token_scales[1],
-        HAS_BLOCK_SCALES=False,
         IS_E5M2=x.k.dtype is torch.float8_e5m2,
         IS_BF16=x.q.dtype is torch.bfloat16,
         IS_PAGED=page_size > 0,

@@ -29,7 +29,6 @@ class CacheMeta(NamedTuple):
     HAS_OFFSET: bool
     HAS_TOKEN_SCALES_K: bool  # k has a factor for each token and head, and so has v; otherwise one for each head
     HAS_TOKEN_SCALES_V: bool
-    HAS_BLOCK_SCALES: bool  # always False; `fp8_tiles.load_descale` reads it
     IS_E5M2: bool  # k and v are E5M2, otherwise E4M3
     IS_BF16: bool  # q and out are bf16, otherwise fp16
     IS_PAGED: bool
@@ -46,6 +45,7 @@ class CacheMeta(NamedTuple):
     BLOCK_N: int
     WARPS: int  # warps, which share the keys of a block equally
     ALIGN: int  # strides of q and out are multiples of this many elements
+    HAS_BLOCK_SCALES: bool = False  # always False; `fp8_tiles.load_descale` reads it
 
 
 class CacheArguments(NamedTuple):

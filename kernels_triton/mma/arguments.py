@@ -35,7 +35,6 @@ class MmaMeta(NamedTuple):
     IS_MODIFIED: bool  # a logit is more than a scaled score
     HAS_BLOCK_SCALES: bool  # the descales of k or of v vary along the sequence
     SENDS_LISTS: bool  # with a block mask, as in `ForwardMeta`
-    CONSUMERS: int
     WARPS: int
     QK0: int  # widths of the one or two parts of a head dim
     QK1: int
@@ -47,10 +46,11 @@ class MmaMeta(NamedTuple):
     WIDTH_V: int  # columns of out
     STAGES: int
     HOLDS_Q: bool
-    LAZY: bool
-    HAS_CUT_LOOP: bool
     ASKS_OF_BLOCKS: bool
-    ALIGN: int
+    CONSUMERS: int = 1
+    LAZY: bool = False
+    HAS_CUT_LOOP: bool = False
+    ALIGN: int = 8
 
 
 def _per_word(problem: Problem) -> int:
@@ -84,7 +84,6 @@ def forward_meta(problem: Problem, tile: MmaTile, group: int, cut: Cut, has_max_
         IS_MODIFIED=not is_plain(x.features),
         HAS_BLOCK_SCALES=x.has_block_scales,
         SENDS_LISTS=x.block_mask is not None,
-        CONSUMERS=1,
         WARPS=tile.warps,
         QK0=qk[0],
         QK1=qk[1],
@@ -96,10 +95,7 @@ def forward_meta(problem: Problem, tile: MmaTile, group: int, cut: Cut, has_max_
         WIDTH_V=x.v.shape[-1],
         STAGES=tile.num_stages,
         HOLDS_Q=tile.holds_q,
-        LAZY=False,
-        HAS_CUT_LOOP=False,
         ASKS_OF_BLOCKS=x.asks_of_blocks(group),
-        ALIGN=8,
     )
 
 

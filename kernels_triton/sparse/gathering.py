@@ -47,8 +47,8 @@ class SparseMeta(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
-    LAZY: bool  # rows are rescaled only if their maximum has risen by much
-    IS_FP8: bool
+    LAZY: bool = True  # rows are rescaled only if their maximum has risen by much
+    IS_FP8: bool = False
 
 
 class Arguments(NamedTuple):

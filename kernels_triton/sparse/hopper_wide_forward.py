@@ -242,6 +242,4 @@ def _sparse_meta(problem: Problem, tile: Tile, out: Tensor) -> Any:
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
-        LAZY=True,
-        IS_FP8=False,
     )
