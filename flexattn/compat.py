@@ -13,46 +13,34 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import overrides
 from torch._C import _functorch
-from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._decomp import core_aten_decompositions as core_aten_decompositions
+from torch._decomp import get_decompositions as get_decompositions
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils import _python_dispatch, _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 SEEN_IN = ("2.11", "2.13", "2.14", "2.15")
 CUDA_ONLY = ("current_device", "current_raw_stream")
 
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "TorchDispatchMode",
-    "core_aten_decompositions",
-    "function_modes",
-    "get_decompositions",
-    "no_dispatch_modes",
-    "temporarily_clear_interpreter_stack",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-]
-
 _C = torch._C
 _compiler = _C._dynamo  # parts of torch.compile in C++, which import nothing
 
 # Modes, transforms and traces. Callers keep these functions, as each look into torch's modules takes 20 ns of a call.
+function_modes = overrides._get_current_function_mode_stack
+no_dispatch_modes = _python_dispatch._disable_current_modes
 num_dispatch_modes = _C._len_torch_dispatch_stack
 num_function_modes = _C._len_torch_function_stack
 pop_function_mode = _C._pop_torch_function_stack
