@@ -20,7 +20,7 @@ GRADIENT = "dscore"  # an additional argument of the derivative: the gradient of
 TANGENT = "tscore"  # an additional argument of second derivatives: the tangent of the score.
 
 # The ops of a graph. All are pointwise and known to every backend, except for `index`, which reads a captured tensor with one
-# scalar per dim. A graph for autograd also has `detach`. fmt: off
+# scalar per dim. A graph for autograd also has `detach`.
 OPS = frozenset(
     (
         "abs",
@@ -82,7 +82,6 @@ OPS = frozenset(
         "where",
     )
 )
-# fmt: on
 
 
 _NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)

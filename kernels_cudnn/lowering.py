@@ -23,13 +23,8 @@ INT64 = (-(2**63), 2**63 - 1)
 LONGEST = 2**26  # the largest number of queries or keys. With this bound, few expressions of positions can exceed 32 bits.
 POSITION = (0, LONGEST)
 ROWS = 2  # tensors with a value for each query that a backward supports. With a third one, cuDNN 9.19 and 9.24 have no plan.
-_BOUNDS = {
-    torch.int8: (-128, 127),
-    torch.uint8: (0, 255),
-    torch.int16: (-(2**15), 2**15 - 1),
-    torch.int32: INT32,
-    torch.bool: (0, 1),
-}
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
+_BOUNDS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _INTEGERS} | {torch.bool: (0, 1)}
 _POSITIONS = ("b", "h", "q_idx", "kv_idx")
 _SCORES = ("score", "dscore")
 

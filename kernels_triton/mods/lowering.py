@@ -31,13 +31,8 @@ from flexattn.kernels_triton.mods.hoisting import DIAGONAL, DISTANCE, HEAD, VARY
 from flexattn.kernels_triton.mods.lowering_ops import COMPARISONS, FINITE, INT32, INT64, OPS, Value, bounds_of, function
 
 POSITION = (0, 2**30)  # no sequence is longer, because its tensors would exceed memory
-_BOUNDS = {
-    torch.int8: (-128, 127),
-    torch.uint8: (0, 255),
-    torch.int16: (-(2**15), 2**15 - 1),
-    torch.int32: INT32,
-    torch.bool: (0, 1),
-}
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
+_BOUNDS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _INTEGERS} | {torch.bool: (0, 1)}
 TABLE_ENTRIES = len(mod_math.DiagonalTables._fields)  # entries after the captures, for all tables of a mod
 _MODULES = {"tl": tl, "triton": triton, "mod_math": mod_math, "interval_math": interval_math}  # names in a generated source
 # further parameters of an accumulation
