@@ -64,9 +64,8 @@ def blackwell_forward(
     lse: Tensor,
     max_logit: Tensor | None = None,
     tile: BlackwellTile | None = None,
-    group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `launch_forward`."""
+    """Launches the forward of a call that `forward_unsupported` does not reject; for splits see `launch_forward`."""
     outputs = Outputs(out, lse, max_logit)
-    launch_forward(_attn_fwd_blackwell_kernel, problem, outputs, tile or forward_tile(problem), LANES.value, group, splits)
+    launch_forward(_attn_fwd_blackwell_kernel, problem, outputs, tile or forward_tile(problem), LANES.value, splits=splits)

@@ -460,17 +460,14 @@ def programs_of(tile: Tile) -> int:
     return _WARPS // tile.num_warps
 
 
-def fp8_cache_forward(
-    problem: Problem, out: Tensor, lse: Tensor, tile: Tile | None = None, group: int | None = None, splits: int | None = None
-) -> None:
+def fp8_cache_forward(problem: Problem, out: Tensor, lse: Tensor, tile: Tile | None = None, splits: int | None = None) -> None:
     """Launches the forward of a call that `unsupported` does not reject. Writes out, in q's layout with v's head dim, and lse.
 
-    group: query heads of a tile; None: `heads_of_a_tile`.
     splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
     tile = tile or tile_of(x)
-    group = heads_of_a_tile(x, tile) if group is None else group
+    group = heads_of_a_tile(x, tile)
     tiles, room = tiles_and_room(x, tile, group, programs_of(tile))
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)

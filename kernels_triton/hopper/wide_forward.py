@@ -237,9 +237,7 @@ def _attn_fwd_wide_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.c
     )
 
 
-def wide_forward(
-    problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile | None = None, group: int | None = None, splits: int | None = None
-) -> None:
-    """Launches the forward of a call that `conditions.wide_unsupported` does not reject; for the rest see `launch_forward`."""
+def wide_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile | None = None, splits: int | None = None) -> None:
+    """Launches the forward of a call that `conditions.wide_unsupported` does not reject; for splits see `launch_forward`."""
     outputs = Outputs(out, lse, None)
-    launch_forward(_attn_fwd_wide_hopper_kernel, problem, outputs, tile or wide_tile(problem), ROWS.value, group, splits)
+    launch_forward(_attn_fwd_wide_hopper_kernel, problem, outputs, tile or wide_tile(problem), ROWS.value, splits=splits)

@@ -343,13 +343,12 @@ def mma_forward(
     lse: Tensor,
     max_logit: Tensor | None = None,
     tile: MmaTile | None = None,
-    group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `launch_forward`."""
+    """Launches the forward of a call that `forward_unsupported` does not reject; for splits see `launch_forward`."""
     x = problem
     tile = tile or forward_tile(x)
-    group = heads_of_a_tile(x, tile) if group is None else group
+    group = heads_of_a_tile(x, tile)
     tiles, room = tiles_and_room(x, tile, group, SPLIT_PROGRAMS)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     queries = tile.block_m // slots_of_heads(group)

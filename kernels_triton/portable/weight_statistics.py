@@ -237,12 +237,10 @@ class Outputs(NamedTuple):
     row_weights: Tensor | None = None
 
 
-def weight_statistics(
-    problem: Problem, lse: Tensor, outputs: Outputs, chosen: Tensor | None = None, tile: Tile | None = None
-) -> None:
+def weight_statistics(problem: Problem, lse: Tensor, outputs: Outputs, chosen: Tensor | None = None) -> None:
     """Writes the statistics of a call's weights. lse: the forward's, contiguous. chosen: int32 [b, n], for row_weights."""
     x = problem
-    tile = tile or x.tile(FORWARD)
+    tile = x.tile(FORWARD)
     meta = x.meta(tile)
     scale = None
     # fp32 rounds a large lse, which changes all weights of a row by one factor
