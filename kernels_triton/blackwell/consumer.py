@@ -8,13 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier, tma
 
-from flexattn.kernels_triton.blackwell.dropout import kept
 from flexattn.kernels_triton.blackwell.pipeline import Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, forward_weights, row_layout
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.gluon.descriptors import store_rows
-from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
+from flexattn.kernels_triton.gluon.dropout import dropout_state, kept_by_calls, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
@@ -67,7 +66,9 @@ def _take_block(
     s, factor = visible_scores(scores.load(row_layout(META.BLOCK_N)), column, is_full, same, True, MODS, META)
     weights, row_max, correction = exponentials(s, gl.max(s, 1), carry.row_max, factor, META)
     row_sum = carry.row_sum * correction + gl.sum(weights, 1)
-    weights = kept(weights, same.draws, same.b_h, same.m_start, column, META)
+    if META.HAS_DROPOUT:  # a thread has a row: it draws for each eight neighbouring keys, whose weights it has
+        CALLS: gl.constexpr = row_layout(META.BLOCK_N // 8)
+        weights = kept_by_calls(weights, same.draws, same.b_h, same.m_start, column, CALLS, META)
     # before out is loaded: there are no registers for both
     forward_weights(buffers.sums, CONSUMER, DTYPE, META.BLOCK_N, META).store(weights.to(DTYPE))
     if iteration > 0:  # this block's scores are complete, so the previous block's product with v has ended

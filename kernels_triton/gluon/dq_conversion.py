@@ -34,7 +34,7 @@ class ConversionArguments(NamedTuple):
 
 @triton.jit
 def _load_cores(sums, first_row, len_q, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
-    # Loads columns COLUMN .. COLUMN + WIDTH of sums that are in cores of 8 queries and 8 columns, see `mma.dq_sums`
+    # Loads columns COLUMN .. COLUMN + WIDTH of sums that are in cores of 8 queries and 8 columns, see `mma.backward`
     HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
     row = tl.arange(0, META.BLOCK_M)[:, None]
     column = COLUMN + tl.arange(0, WIDTH)[None, :]
@@ -73,7 +73,7 @@ def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr
 
 
 def convert_dq(problem: Problem, sums: Tensor, tiles: int, size: int, dq: Tensor, *, in_cores: bool = False) -> None:
-    """Converts dq from its fp32 sums, which are in tiles of `size` queries like the statistics. in_cores: see `mma.dq_sums`."""
+    """Converts dq from its fp32 sums, which are in tiles of `size` queries like the statistics. in_cores: see `mma.backward`."""
     x, tile = problem, _CONVERSION_TILE
     meta = x.meta(tile, (dq,))
     arguments = ConversionArguments(

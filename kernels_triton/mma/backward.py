@@ -44,7 +44,6 @@ from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import allocate_parts, product_layout, swizzled
 from flexattn.kernels_triton.mma.copies import copy_block, keep_until_here
-from flexattn.kernels_triton.mma.dq_sums import add_to_sums
 from flexattn.kernels_triton.mma.dropout import keeps
 from flexattn.kernels_triton.mma.products import (
     Destination,
@@ -93,7 +92,7 @@ class MmaBackwardArguments(NamedTuple):
     dk: Rows
     dv: Rows
     statistics_ptr: Any
-    sums_ptr: Any  # the sums of dq, see `dq_sums`
+    sums_ptr: Any  # the sums of dq, see `_add_to_sums`
     tiles_of_statistics: int
     large: LargeLse
     work: Work
@@ -149,10 +148,30 @@ def _copy_dout(args: MmaBackwardArguments, tiles: Tiles, position: QueryHead, bl
 
 
 @gluon.jit
+def _add_to_sums(sums_ptr, dq, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    # Adds a tile of dq, its columns from FIRST on, to the sums at sums_ptr; columns past HEAD_DIM have none. The sums are in cores
+    # of 8 queries and 8 columns, [rows / 8, columns / 8, odd column, row, pair of columns]. So an atomic of a warp is 128 bytes
+    # in a row.
+    ROWS: gl.constexpr = dq.shape[0]
+    WIDTH: gl.constexpr = dq.shape[1]
+    cores = gl.permute(gl.reshape(dq, [ROWS // 8, 8, WIDTH // 8, 4, 2]), (0, 2, 4, 1, 3))
+    values = gl.reshape(cores, [ROWS * WIDTH])
+    place = gl.arange(0, ROWS * WIDTH, layout=values.type.layout)
+    if WIDTH < HEAD_DIM or WIDTH > HEAD_DIM:
+        core = place // 64
+        column = FIRST // 8 + core % (WIDTH // 8)
+        place = (core // (WIDTH // 8) * (HEAD_DIM // 8) + column) * 64 + place % 64
+    if FIRST + WIDTH > HEAD_DIM:
+        gl.atomic_add(sums_ptr + place, values, mask=column < HEAD_DIM // 8, sem="relaxed")
+    else:
+        gl.atomic_add(sums_ptr + place, values, sem="relaxed")
+
+
+@gluon.jit
 def _add_part_of_dq(sums_ptr, ds, k, FIRST: gl.constexpr, LAYOUT: gl.constexpr, META: gl.constexpr):
     # dq = ds k, the columns of a part
     no_dq = zeros_of_part(META.BLOCK_M, k.shape[1], LAYOUT)
-    add_to_sums(sums_ptr, add_product(no_dq, ds, k), FIRST, META.HEAD_DIM_QK)
+    _add_to_sums(sums_ptr, add_product(no_dq, ds, k), FIRST, META.HEAD_DIM_QK)
 
 
 @gluon.jit
