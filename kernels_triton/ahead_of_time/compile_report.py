@@ -23,7 +23,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -174,7 +173,6 @@ class CompileReport:
     undefined_registers: uniform registers that some path reads before it writes them. Each one is a defect of ptxas, and results
         are arbitrary (`sass_registers` explains it).
     warnings: the lines of ptxas that warn; C7510 and similar codes mean that it serialised wgmma.
-    compile_seconds: wall time of Triton's compiler; almost 0 if its cache on disk has the kernel.
     tensor_columns: 32-bit columns of tensor memory of a program, on sm_100; compare with TENSOR_COLUMNS_LIMIT.
     ptx_digest: of the PTX without debug information, and without the kernel's name.
     sass_digest: of the SASS instructions with their operands, in order.
@@ -190,7 +188,6 @@ class CompileReport:
     instructions: dict[str, int] = field(repr=False)
     loops: tuple[dict[str, int], ...] = field(repr=False)
     warnings: tuple[str, ...]
-    compile_seconds: float
     exposed_exponentials: int = 0
     idle_barriers: int = 0
     folded_operands: tuple[str, ...] = ()
@@ -238,9 +235,7 @@ def compile_for(
         )
     source = _source(kernel, signature, constexprs, aligned)
     target, options = GPUTarget("cuda", sm, 32), _options(kernel, options_of(num_warps, num_stages, None, registers))
-    start = time.perf_counter()
     compiled, ptxas_log = _compile(source, target, options)
-    seconds = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
@@ -259,7 +254,6 @@ def compile_for(
         instructions=dict(Counter(SASS_OPERATION.findall(sass))),
         loops=_innermost_loops(sass),
         warnings=tuple(line for line in ptxas_log.splitlines() if PTXAS_WARNING.search(line)),
-        compile_seconds=seconds,
         exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
         idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
         folded_operands=folded_operands(compiled.asm["ttgir"]),

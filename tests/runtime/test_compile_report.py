@@ -99,7 +99,6 @@ def test_reports_in_the_order_of_the_requests():
         # sm_100 adds a few bytes of barriers to the tiles in flight
         tiles = 2 * 64 * 64 * (1 if dtype == "fp8e4nv" else 2) * (STAGES - 1)
         assert tiles <= report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
-        assert report.compile_seconds > 0
 
 
 def test_exponentials_behind_a_wait_for_all_products_are_seen():
@@ -388,7 +387,7 @@ def test_a_cached_kernel_gives_the_same_report(monkeypatch, tmp_path):
     [log] = tmp_path.rglob("ptxas.log")
     log.unlink()  # the kernel was compiled for a launch
     made_again = compile_many([_request(90)])
-    assert len({str(dataclasses.replace(report, compile_seconds=0.0)) for [report] in (made, cached, made_again)}) == 1
+    assert len({str(report) for [report] in (made, cached, made_again)}) == 1
     assert made[0].instructions == cached[0].instructions == made_again[0].instructions
 
 
