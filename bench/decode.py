@@ -25,6 +25,7 @@ from flexattn.bench.decode_cells import CELLS, DTYPE, Cell, Step, bytes_of, exac
 from flexattn.bench.decode_peers import peers
 from flexattn.bench.harness import Call, Row, Run, event_times, host_us, in_turns, make_parser, need_gpu, quartiles
 from flexattn.bench.implementations import Unavailable
+from flexattn.bench.measure import reason_of
 
 FLUSH_BYTES = 2**28  # written before each replay: empties L2
 HOST_CALLS = 50
@@ -120,20 +121,6 @@ def measure_merge(flush: Tensor) -> Row:
 
 
 REFUSALS = (Unavailable, ValueError, TypeError, NotImplementedError, RuntimeError, AssertionError)
-_ADVICE = ("Set TORCH", "For even more developer", "You can suppress", "target: ", "args[", "kwargs", "import torch._dynamo")
-
-
-def reason_of(error: Exception) -> str:
-    """Returns the reason of a refusal: the error's class and text, without stack and advice."""
-    from flexattn import BackendError
-
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not line.startswith(_ADVICE)]
-    if isinstance(error, Unavailable):
-        return " ".join(lines)[:300]
-    if isinstance(error, BackendError):  # the first line names the call
-        return (lines[1:] or lines)[0][:300]
-    return ": ".join([type(error).__name__, " ".join(lines)][: 1 + bool(lines)])[:300]
 
 
 def _prepared(prepare: Callable[[], Call], wanted: Tensor, row: Row, is_timed: bool) -> Captured | None:

@@ -178,7 +178,7 @@ def measure(
                 poison(tensors)
                 results = prepared.results()
             except Exception as e:  # any error of a peer becomes its row in the table
-                rows[name] = rows[name]._replace(status="refused", reason=_reason(e, [str(w.message) for w in said]))
+                rows[name] = rows[name]._replace(status="refused", reason=reason_of(e, [str(w.message) for w in said]))
                 continue
         try:
             checker.check(direction, results)
@@ -220,13 +220,15 @@ def poison(tensors: Tensors) -> None:
 
 NOISE = re.compile(r"\(Triggered internally at [^)]*\)|Exception raised from .*", re.DOTALL)  # positions in torch's sources
 A_PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+)+/([\w.+@-]+)")  # a path on one machine: its last part is enough
+ADVICE = ("Set TORCH", "For even more developer", "You can suppress", "target: ", "args[", "kwargs", "import torch._dynamo")
 SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*$")  # the words of backends that were not selected
 
 
-def _reason(e: Exception, warned: Sequence[str]) -> str:
-    """Returns one line with the error and the warnings before it."""
+def reason_of(e: Exception, warned: Sequence[str] = ()) -> str:
+    """Returns one line with the error and the warnings before it, without advice."""
     head = str(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {e}"
     if isinstance(e, BackendError):
-        _, head, *_ = str(e).splitlines()  # the backend's reason; the others' reasons follow
-    texts = [" ".join(A_PATH.sub(r"\1", NOISE.sub("", text)).split()) for text in [head, *warned]]
+        *_, head = str(e).splitlines()[:2]  # the second has the backend's reason; the others' reasons follow
+    lines = [[line for line in text.splitlines() if not line.strip().startswith(ADVICE)] for text in [head, *warned]]
+    texts = [" ".join(A_PATH.sub(r"\1", NOISE.sub("", "\n".join(kept))).split()) for kept in lines]
     return "; ".join(text[:300] for text in dict.fromkeys(texts) if not SAYS_NOTHING.search(text))
