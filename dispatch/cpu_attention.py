@@ -135,7 +135,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     finite_lse = lse.masked_fill(lse.isneginf(), 0.0)
     if not bool(finite_lse.abs().amax() <= LARGEST_LSE):
         return None
-    out, dout = (as_bshd(t, spec.q_format).transpose(1, 2) for t in (out, dout))
+    out, dout = (_rows(as_bshd(t, spec.q_format)).transpose(1, 2) for t in (out, dout))
     is_causal = _causal(spec, x)
     mask = None if x.bias is None and is_causal is not None else _mask(spec, x)
     with torch.no_grad(), _without_autocast():
@@ -187,7 +187,7 @@ class KeptBackward(KeptForward):
         if not lse.abs().amax().item() <= LARGEST_LSE:
             return self.otherwise(tensors)
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
-        out, dout = (t.permute(self.to_bhsd[0]) for t in (out, dout))
+        out, dout = (_rows(t).permute(self.to_bhsd[0]) for t in (out, dout))
         gradients = _backward_op(dout, *qkv, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale)
         if self.mask is not None and not _are_finite(gradients):
             return self.otherwise(tensors)
@@ -206,18 +206,24 @@ def _without_autocast() -> contextlib.AbstractContextManager[object]:
 
 
 def _contiguous(t: Tensor) -> Tensor:
-    """Returns a contiguous tensor. Its dims of size 1 also have the strides of a new tensor."""
+    """Returns a contiguous tensor that is no view. Its dims of size 1 also have the strides of a new tensor."""
     copy = t.contiguous()
-    return copy.view(-1).view(t.shape) if copy is t and 1 in t.shape else copy
+    copy = copy.view(-1).view(t.shape) if copy is t and 1 in t.shape else copy
+    return copy.data  # autograd refuses writes to a view that a Function makes
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Returns t with a last stride of 1. The operator assumes that stride, and reads the others."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
-    """Returns q, k and v as bhsd with a last stride of 1. The operator assumes that stride, and reads the others."""
+    """Returns q, k and v as bhsd, in rows for the operator."""
     bhsd = []
     for tensor, fmt in ((x.q, spec.q_format), (x.k, spec.kv_format), (x.v, spec.kv_format)):
         t = tensor.detach() if tensor.requires_grad else tensor
         t = t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2)
-        bhsd.append(t if t.stride(-1) == 1 else t.contiguous())
+        bhsd.append(_rows(t))
     return tuple(bhsd)
 
 

@@ -221,3 +221,31 @@ def test_kept_calls_leave_to_others_what_is_not_finite() -> None:
     for _ in range(4):
         for a, b in zip(torch.autograd.grad(attention(*leaves), leaves, dout), first, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("only_results", [True, False])
+@pytest.mark.parametrize("fmt", ["bshd", "bhsd"])
+def test_saved_tensors_may_come_back_in_other_strides(fmt: str, only_results: bool) -> None:
+    def reversed_dims(t: torch.Tensor) -> torch.Tensor:
+        order = [*reversed(range(t.dim()))]
+        is_leaf = any(t.data_ptr() == leaf.data_ptr() for leaf in leaves)
+        return t if only_results and is_leaf else t.permute(order).contiguous().permute(order)
+
+    leaves = [torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(3)]
+    dout = torch.randn(2, 5, 3, 16)
+    wanted = torch.autograd.grad(attention(*leaves, qkv_format=fmt), leaves, dout)
+    for _ in range(4):  # computed, kept and found
+        with torch.autograd.graph.saved_tensors_hooks(reversed_dims, lambda t: t):
+            out = attention(*leaves, qkv_format=fmt)
+        for a, b in zip(torch.autograd.grad(out, leaves, dout), wanted, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_results_may_be_written_if_no_backward_follows(name: str) -> None:
+    q = torch.randn(1, 1, 2, 16).requires_grad_()
+    for _ in range(4):
+        results = attention(q, q, q, return_lse=True)
+        getattr(results, name).mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            results.out.sum().backward()
