@@ -27,8 +27,8 @@ from flexattn.function_context import FunctionContext
 
 THIRD = (
     "flexattn's attention has derivatives up to the second, and a derivative of a second derivative was asked for; accepted: "
-    "torch.func.jvp, gradients, gradients of both, and for third derivatives attention in plain torch ops: "
-    "softmax(q @ k.mT * scale) @ v"
+    "torch.func.jvp, gradients, gradients of both (backward of a tangent after dual_level(), not in it), and for third derivatives "
+    "attention in plain torch ops: softmax(q @ k.mT * scale) @ v"
 )
 FORWARD_TWICE = (
     "flexattn's attention has no forward-mode derivative of a forward-mode derivative (torch.func.jvp of jvp, or jacfwd of "
@@ -124,6 +124,10 @@ def differentiable(x: Operands, settings: ops.Settings, gradients: Tensors, inco
     return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
+def _with_zeros(t: Tensor, dim: int) -> Tensor:
+    return torch.cat((t, t.new_zeros((*t.shape[:dim], 1, *t.shape[dim + 1 :]))), dim)
+
+
 def refuse(x: Operands, settings: ops.Settings) -> None:
     """Raises RuntimeError for a call that does not combine with these derivatives."""
     if settings.fp8_out or x.q.dtype != x.k.dtype:
@@ -143,8 +147,11 @@ class _WithRule(torch.autograd.Function):
         def entry(i: int) -> Any:
             return cls.apply(*(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)))  # type: ignore[no-untyped-call]
 
-        entries = [entry(i) for i in range(info.batch_size)]
-        stacked = tuple(torch.stack(parts) for parts in zip(*entries, strict=True))
+        size = info.batch_size
+        if size == 0:  # an entry of zeros has the shapes of the results
+            arguments = tuple(a if dim is None else _with_zeros(a, dim) for a, dim in zip(arguments, in_dims, strict=True))
+        entries = [entry(i) for i in range(max(size, 1))]
+        stacked = tuple(torch.stack(parts)[:size] for parts in zip(*entries, strict=True))
         return stacked, (0,) * len(stacked)
 
 

@@ -212,6 +212,18 @@ def checkpointed(attend: Attend) -> Any:
     return torch.autograd.grad(checkpoint(block, *leaves, use_reentrant=False).square().sum(), leaves)
 
 
+def over_nothing(attend: Attend) -> Any:
+    """Derivatives of no entries of q, and the gradients of zero that they have for k."""
+    q, k, v = QKV[0][:, None][:0], *QKV[1:]
+
+    def gradient(q: Tensor, k: Tensor) -> Any:
+        return torch.func.grad(lambda q: cubes(attend)(q, k[:1], v[:1]))(q)
+
+    tangents = torch.func.vmap(lambda q: torch.func.jvp(lambda q: attend(q, k[:1], v[:1]), (q,), (q,)))(q)
+    second = torch.func.grad(lambda k: torch.func.vmap(gradient, (0, None))(q, k).sum())(k)
+    return tangents, torch.func.vmap(gradient, (0, None), out_dims=1)(q, k), second
+
+
 USES: dict[str, Callable[[Attend], Any]] = {
     "jvp": lambda attend: torch.func.jvp(attend, QKV, ALONG),
     "jvp of one tensor": lambda attend: torch.func.jvp(lambda k: attend(QKV[0], k, QKV[2]), QKV[1:2], ALONG[:1]),
@@ -227,6 +239,7 @@ USES: dict[str, Callable[[Attend], Any]] = {
     "vmap of grad": lambda attend: torch.func.vmap(torch.func.grad(lambda q: attend(q[None], *(t[:1] for t in QKV[1:])).sum()))(
         QKV[0]
     ),
+    "vmap over nothing": over_nothing,
     "hvp": lambda attend: torch.autograd.functional.hvp(cubes(attend), QKV, ALONG)[1],
     "mean flow": mean_flow,
     "penalty": penalty,
