@@ -36,6 +36,10 @@ CALL = {
     "decode": "no",
     "bytes": 2**20,
     "window_left": UNLIMITED,
+    "keys_per_sm": 1000,
+    "blocks_per_sm": 100,
+    "rows_of_one_wave": 0,
+    "queries": 2048,
 }
 
 
@@ -45,7 +49,7 @@ def test_a_rule_names_what_exists(rule: Rule) -> None:
     names = {family.rules or family.name for family in FAMILIES}
     if rule.tile:
         tiles = {"sm_90": HOPPER_FORWARD, "sm_90 fused": HOPPER_FUSED, "sm_90 FP8 fused": FP8_FUSED}
-        forms = {"sm_90 fitted": {"lazy"}, "portable": {"one_grid"}}
+        forms = {"sm_90 fitted": {"lazy"}, "sm_90 fused fitted": {"long", "modified", "short"}, "portable": {"one_grid"}}
         assert rule.tile in (tiles | forms)[rule.use]
     else:
         assert rule.use in {*names, *OTHERS, *FORMS}
@@ -76,10 +80,13 @@ def test_every_family_that_another_follows_has_rules() -> None:
     ("change", "reason"),
     [
         ({}, None),
-        ({"tokens": 2047}, "it is faster from 2048 tokens of the longest sequence on, and this call has 2047 (rule: head_dim 64, "),
-        ({"flops": 2.0**34}, "it is faster from 2**35 FLOPs on, and this call has 1.72e+10 (rule: "),
+        (
+            {"keys_per_sm": 50},
+            "it is faster from 100 keys of all heads for each multiprocessor on, and this call has 50 (rule: head_dim 64, ",
+        ),
+        ({"mask": "open", "flops": 2.0**34}, "it is faster from 2**35 FLOPs on, and this call has 1.72e+10 (rule: "),
         ({"mean_tokens": 100}, "such a call; the nearest rule is for mean_tokens 512 or more, and this call has 100"),
-        ({"mask": "modified"}, "such a call; the nearest rule is for mask open or causal, and this call has modified"),
+        ({"mask": "modified"}, "such a call; the nearest rule is for blocks_per_sm up to 12, and this call has 100"),
         ({"decode": "shared", "keys": 900}, "it is faster from 1024 keys of the longest sequence on, and this call has 900"),
     ],
     ids=str,

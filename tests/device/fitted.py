@@ -24,13 +24,10 @@ from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.tiles import (
     FEW_KEYS,
-    HOPPER_FUSED,
     HOPPER_FUSED_160,
-    HOPPER_FUSED_FITTED,
     select_fitted_tile,
 )
 from flexattn.kernels_triton.hopper import conditions
-from flexattn.kernels_triton.hopper.backward_fused import fused_backward
 from flexattn.kernels_triton.hopper.backward_fused_192 import fused_192_backward
 from flexattn.kernels_triton.hopper.forward import hopper_forward
 
@@ -104,11 +101,7 @@ def backwards(call: Backward) -> Iterator[tuple[str, Callable[[], None]]]:
     today = families.choose(call, families.Policy())
     yield f"today: {today.family.name}", lambda: today.family.run(call, today.tile)
     head_dim = call.problem.q.shape[-1]
-    if 64 < head_dim <= 128:
-        fused = {"d128": HOPPER_FUSED["d128"], "d128_persistent": HOPPER_FUSED["d128_persistent"]}
-        for name, tile in (fused | (HOPPER_FUSED_FITTED if head_dim <= 80 else {})).items():
-            yield name, lambda tile=tile: fused_backward(call, tile)
-    elif head_dim <= 160:
+    if 128 < head_dim <= 160:
         yield "fused 160", lambda: fused_192_backward(call, HOPPER_FUSED_160)
     portable = families.PORTABLE_BACKWARD
     if today.family is not portable:

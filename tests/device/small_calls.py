@@ -1,6 +1,6 @@
 """Times of each kernel and tile of sm_90 in calls of few tokens or little work, and in long ones, beside the portable kernels.
 
-    python -m tests.device.small_calls --out small_calls.json [--minutes 4] [--only PATTERN ...]
+    python -m tests.device.small_calls --out small_calls.json [--minutes 4] [--only PATTERN ...] [--drawn COUNT]
 
 A row is a direction of a call: the microseconds of each candidate, whose results are compared with the portable kernel's, and the
 candidate that `auto` takes. `crossovers` has the rules that follow from it.
@@ -9,6 +9,7 @@ candidate that `auto` takes. `crossovers` has the rules that follow from it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import random
@@ -27,6 +28,7 @@ from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common import tiles
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
+from flexattn.kernels_triton.runtime.device import pretended_device
 
 WORST = 0.03  # of the largest element
 BUDGET_MS = 8.0  # device time of each candidate
@@ -37,7 +39,10 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"window_right": 0, "softcap": 20.0},
     "window": {"window_left": 255, "window_right": 0},
 }
+EVEN_LENGTHS = (256, 512, 1024, 2048, 4096)
+LENGTHS = (64, 77, 96, 128, 160, 197, 256, 320, 384, 512, 577, 768, 1024, 1500, 2048, 4096)
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+DRAWN_HEAD_DIMS = ((32, 32), (48, 48), (64, 64), (112, 112), (128, 128), (160, 160))
 
 
 class Shape(NamedTuple):
@@ -68,10 +73,7 @@ def shapes() -> Iterator[Shape]:
         is_wide = dims[0] > 128
         for mask in MASKS:
             is_plain = mask in ("open", "causal")
-            lengths = (256, 512, 1024, 2048, 4096) if is_wide or not is_plain else (64, 77, 96, 128, 160, 197, 256, 320)
-            if is_plain and not is_wide:
-                lengths += (384, 512, 577, 768, 1024, 1500, 2048, 4096)
-            for tokens in lengths:
+            for tokens in EVEN_LENGTHS if is_wide or not is_plain else LENGTHS:
                 for work in (13, 15, 17):
                     sequences = max(1, 2**work // tokens)
                     heads = min(16, sequences)
@@ -93,19 +95,32 @@ def shapes() -> Iterator[Shape]:
                 yield Shape(batch, queries, keys, 16, 16, *dims, "open")
 
 
+def drawn_shapes(count: int) -> Iterator[Shape]:
+    """Yields random calls, to judge rules by calls that they do not come from."""
+    draw = random.Random(count)
+    for _ in range(count):
+        dims, mask, group = draw.choice(DRAWN_HEAD_DIMS), draw.choice(tuple(MASKS)), draw.choice((1, 1, 4))
+        queries = int(2 ** draw.uniform(6, 12.5))
+        keys = int(2 ** draw.uniform(6, 12.5)) if mask == "open" and draw.random() < 0.5 else queries
+        sequences = max(1, int(2 ** draw.uniform(12, 17.5)) // max(queries, keys))
+        heads_kv = min(draw.choice((3, 5, 8, 12, 16, 20)), sequences)
+        yield Shape(max(1, sequences // heads_kv), queries, keys, heads_kv * group, heads_kv, *dims, mask)
+
+
 def calls_of(shape: Shape, device: str = "cuda") -> Calls:
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
 
     def rows(tokens: int, heads: int, head_dim: int) -> Tensor:
-        return torch.randn(shape.batch, tokens, heads, head_dim, dtype=torch.bfloat16, device=device, generator=generator)
+        t = torch.empty(shape.batch, tokens, heads, head_dim, dtype=torch.bfloat16, device=device)
+        return t if generator is None else t.normal_(generator=generator)
 
     q = rows(shape.queries, shape.heads, shape.head_dim_qk)
     k, v = (rows(shape.keys, shape.heads_kv, head_dim) for head_dim in (shape.head_dim_qk, shape.head_dim_v))
     out, dout = (rows(shape.queries, shape.heads, shape.head_dim_v) for _ in range(2))
     problem = Problem(q, k, v, softmax_scale=shape.head_dim_qk**-0.5, **MASKS[shape.mask])
     lse = torch.empty(shape.batch, shape.heads, shape.queries, device=device)
-    gradients = (torch.empty_like(t) for t in (q, k, v))
-    return Calls(Forward(problem, out, lse), Backward(problem, out, lse, dout, None, *gradients))
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    return Calls(Forward(problem, out, lse), Backward(problem, out, lse, dout, None, dq, dk, dv))
 
 
 def _tiles_of(family: families.Family[Any], call: Any) -> dict[str, Any]:
@@ -147,7 +162,7 @@ def candidates(call: Forward | Backward) -> dict[str, tuple[families.Family[Any]
 
 def choice_of(call: Forward | Backward) -> str:
     """Returns the candidate that `auto` takes."""
-    choice = families.choose(call, families.Policy())
+    choice: families.Choice = families.choose(call, families.Policy())  # type: ignore[type-var]
     if choice.family in (families.PORTABLE_FORWARD, families.PORTABLE_BACKWARD):
         return "portable"
     names = (name for name, (family, tile) in candidates(call).items() if family is choice.family and tile == choice.tile)
@@ -176,9 +191,9 @@ def measure(shape: Shape, run: harness.Run) -> None:
             if not worst <= WORST:
                 run.add({"shape": shape, "direction": direction, "candidate": name, "status": "wrong"}, f"{shape} {name}: {worst}")
                 continue
-            kernels[name] = lambda family=family, tile=tile: family.run(call, tile)
+            kernels[name] = functools.partial(family.run, call, tile)
         samples = time_on_device(kernels, BUDGET_MS)
-        us = {name: harness.quartiles([1e3 * ms for ms in samples[name].ms])["us"] for name in kernels if name}
+        us = {name: round(harness.quartiles([1e3 * ms for ms in samples[name].ms])["us"], 1) for name in kernels if name}
         chosen, best = choice_of(call), min(us, key=us.__getitem__)
         row = {"shape": shape, "direction": direction, "status": "measured", "us": us, "auto": chosen}
         ratio = us[chosen] / us[best] if chosen in us else math.nan
@@ -202,16 +217,17 @@ def compile_candidates(chosen: list[Shape]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = harness.make_parser(__doc__, only="patterns of calls, such as '96 causal*'")
+    parser.add_argument("--drawn", type=int, default=0, metavar="COUNT", help="time so many random calls instead")
     parser.add_argument("--minutes", type=float, default=4.0, help="time for the calls, in an order drawn from a seed")
     options = parser.parse_args(argv)
     harness.need_gpu(parser)
-    named = harness.chosen({str(shape): shape for shape in shapes()}, options.only)
-    drawn = list(named.values())
-    random.Random(0).shuffle(drawn)
-    compile_candidates(drawn)
+    given = drawn_shapes(options.drawn) if options.drawn else shapes()
+    chosen = list(harness.chosen({str(shape): shape for shape in given}, options.only).values())
+    random.Random(0).shuffle(chosen)
+    compile_candidates(chosen)
     run = harness.Run("tests.device.small_calls", __doc__, options.out)
     end = time.monotonic() + 60.0 * options.minutes
-    for shape in drawn:
+    for shape in chosen:
         if time.monotonic() > end:
             break
         measure(shape, run)
@@ -222,11 +238,12 @@ def main(argv: list[str] | None = None) -> int:
 def regrets(path: Path) -> dict[str, dict[str, float]]:
     """Returns the time of today's choice beside that of the fastest candidate, by direction and call of a result file."""
     found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
-    for row in json.loads(path.read_text())["rows"]:
-        if row.get("status") == "measured":
-            shape = Shape(*row["shape"])
-            us, chosen = row["us"], choice_of(getattr(calls_of(shape, "meta"), row["direction"]))
-            found[row["direction"]][str(shape)] = us[chosen] / min(us.values())
+    with pretended_device(90, 132):
+        for row in json.loads(path.read_text())["rows"]:
+            shape, us = Shape(*row["shape"]), row["us"]
+            found[row["direction"]][str(shape)] = us[choice_of(getattr(calls_of(shape, "meta"), row["direction"]))] / min(
+                us.values()
+            )
     return found
 
 

@@ -29,7 +29,7 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups() -> None:
     window = {"window_left": 1023, "window_right": 0}
     for dim, more, chosen in (
         (64, {}, (256, 512, 1024, 2048, 4096)),
-        (64, {"window_right": 0}, (512, 1024, 2048, 4096, 8192)),
+        (64, {"window_right": 0}, (256, 512, 1024, 2048, 4096, 8192)),
         (64, window, (2048, 4096, 8192)),
         (128, {}, (256, 512, 1024, 2048, 4096)),
         (128, {"window_right": 0}, (512, 1024, 2048, 4096, 8192)),
@@ -45,7 +45,7 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups() -> None:
             assert tile.dq_stages == 1 or (dim == 64 and not tile.is_persistent)  # otherwise shared memory is too small
             assert tile.converts == (tile.is_persistent and dim == 128 and not more and length > 256)
             grouped = x[:, :, : x.shape[2] // 4]
-            is_short = (length, more) in ((512, {"window_right": 0}), (256, {}))
+            is_short = (length, more) in ((256, {"window_right": 0}), (512, {"window_right": 0}), (256, {}))
             is_persistent = is_short if dim == 64 else length in chosen and not more
             assert conditions.fused_tile(Problem(x, grouped, grouped, softmax_scale=0.1, **more)).is_persistent == is_persistent
             lengths_kv = torch.empty(x.shape[0], dtype=torch.int32, device="meta")
@@ -53,7 +53,7 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups() -> None:
             narrow = conditions.fused_tile(Problem(x[..., :-8], x, x, softmax_scale=0.1, **more))
             for other in (padded, narrow):  # a kernel of its own converts
                 assert not other.converts
-                is_measured = other is narrow or length > 256
+                is_measured = other is narrow or length > 256 or bool(more)
                 assert other.is_persistent == (length in chosen and is_measured)
     short = torch.empty((32, 512, 32, 64), dtype=torch.bfloat16, device="meta")
     grouped = short[:, :, :8]

@@ -1,0 +1,41 @@
+"""The choices of `auto` in the calls of tests/device/small_calls.py, beside the measured times of all candidates."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
+from tests.conftest import ROOT
+from tests.device import small_calls
+
+FILES = sorted((ROOT / "bench" / "results").glob("small_calls*_h200.json"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_auto_takes_nearly_the_fastest_kernel(path: Path, direction: str) -> None:
+    ratios = small_calls.regrets(path)[direction]
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    worst = max(ratios, key=ratios.__getitem__)
+    # Rules come from the calls of one file, and from no others.
+    most_mean, most = (1.01, 1.25) if path.stem == "small_calls_h200" else (1.04, 1.5)
+    assert mean <= most_mean
+    assert ratios[worst] <= most, worst
+
+
+def test_each_candidate_is_launched_and_the_choice_is_one_of_them() -> None:
+    chosen = [*small_calls.drawn_shapes(24)]
+    assert len({shape.mask for shape in chosen}) == len(small_calls.MASKS)
+    with pretended_device(90, 132), recorded_launches() as launches:
+        for call in (call for shape in chosen for call in small_calls.calls_of(shape, "meta")):
+            candidates = small_calls.candidates(call)
+            assert next(iter(candidates)) == "portable"
+            assert small_calls.choice_of(call) in candidates
+            for family, tile in candidates.values():
+                before = len(launches)
+                family.run(call, tile)
+                assert len(launches) > before
