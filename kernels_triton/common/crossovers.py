@@ -34,6 +34,7 @@ class Rule:
     # The calls that the rule is for
     head_dim: int | tuple[int, ...] | None = None  # the widest of q, k and v; 192: at most 192 and 128; 512: above 256
     mask: str | tuple[str, ...] | None = None  # see `facts.mask_class`
+    softcap: bool | None = None  # softcap is all that changes the scores
     dropout: bool | None = None
     bias: bool | None = None
     listed: bool | None = None  # a block mask is all that changes the scores, and its blocks are multiples of 128
@@ -243,12 +244,13 @@ _FUSED_192 = ("fused_192_h200.json", "fused_192_h100.json")
 _FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
 _FITTED = "fitted_h200.json"
 _SMALL = "small_calls_h200.json"
+_DRAWN = "small_calls_drawn_h200.json"
 _FITTED_BACKWARD = "fitted_backward_h200.json"
 _FITTED_80 = ("fitted_80_h200.json", _FITTED)
 _WINDOWS = "windows_and_short_h200.json"
 _SHORT_OPEN: dict[str, Any] = {"mask": "open", "dropout": False, "packed": False, "gpu": "H200", "source": _WINDOWS}
 """Columns of rules for backwards of short dense sequences without a mask."""
-_PARTIAL: dict[str, Any] = {"partial": True, "packed": False, "dropout": False, "gpu": "H200"}
+_PARTIAL: dict[str, Any] = {"partial": True, "packed": False, "grouped": False, "dropout": False, "gpu": "H200"}
 """Columns of rules for backwards of sequences whose last blocks are not full."""
 _PLAIN: dict[str, Any] = {"dropout": False, "paged": False, "packed": False, "batch_invariant": False}
 """Columns of rules for head dims of two parts and for few keys."""
@@ -419,27 +421,27 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**29, source="paged_prefill_h100.json"),
     Rule(use="sm_90", head_dim=64, paged=True, mask=("open", "causal", "windowed"),
          tokens_from=256, flops_from=2**29, source="paged_prefill_h100.json"),
+    # 6 to 13 % less time from 77 to 128 tokens, and 10 % at 197 and 256 with a causal mask
+    Rule(use="sm_90", head_dim=64, width=(33, 64), mask=("open", "causal"), tokens=(65, 128), **_PLAIN, flops_from=2**30,
+         source=_SMALL),
+    Rule(use="sm_90", head_dim=64, width=(33, 64), mask="causal", tokens=(193, 256), **_PLAIN, flops_from=2**31, source=_SMALL),
     # Head dim 64. 77 keys take 73 us instead of 98 at 64, and 87 instead of 99 at 40.
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", keys=(65, 128), grouped=False, **_PLAIN,
          tokens_from=2048, flops_from=2**32, source=_FITTED),
     Rule(use="sm_90", head_dim=64, dropout=True, mask=("open", "causal"), tokens_from=1024, flops_from=2**36, source=_DROPOUT),
     # Causal calls of few tiles take 7 to 36 % less time.
-    Rule(use="sm_90", head_dim=64, width=(49, 64), dropout=False, mask="causal", mean_tokens=(1024, None),
+    Rule(use="sm_90", head_dim=64, width=(33, 64), dropout=False, mask="causal", mean_tokens=(1024, None),
          flops_from=2**32, keys_per_sm_from=100, source=_SMALL),
-    # 6 to 13 % less time from 77 to 128 tokens, and 10 % at 197 and 256 with a causal mask
-    Rule(use="sm_90", head_dim=64, width=(49, 64), mask=("open", "causal"), tokens=(65, 128), **_PLAIN, flops_from=2**30,
-         source=_SMALL),
-    Rule(use="sm_90", head_dim=64, width=(49, 64), mask="causal", tokens=(193, 256), **_PLAIN, flops_from=2**31, source=_SMALL),
     # 10 to 37 % less time with softcap and few tiles
-    Rule(use="sm_90", head_dim=64, width=(49, 64), mask="modified", mean_tokens=(512, None), blocks_per_sm=(None, 12), **_PLAIN,
+    Rule(use="sm_90", head_dim=64, width=(33, 64), mask="modified", mean_tokens=(512, None), blocks_per_sm=(None, 12), **_PLAIN,
          flops_from=2**31, keys_per_sm_from=100, source=_SMALL),
     # Tiles that all run at once take 8 to 16 % less time, and 200 to 300 keys of 4096 queries 11 to 13 % less.
-    Rule(use="sm_90", head_dim=64, width=(49, 64), mask="open", queries=(129, 256), keys=(2048, None),
+    Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", queries=(129, 256), keys=(2048, None),
          rows_of_one_wave=128, **_PLAIN,
          flops_from=2**33, source=_SMALL),
-    Rule(use="sm_90", head_dim=64, width=(49, 64), mask="open", queries=(1024, 2047), rows_of_one_wave=192, **_PLAIN,
+    Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", queries=(1024, 2047), rows_of_one_wave=192, **_PLAIN,
          flops_from=2**33, source=_SMALL),
-    Rule(use="sm_90", head_dim=64, width=(49, 64), mask="open", queries=(2048, None), keys=(129, 511), **_PLAIN,
+    Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", queries=(2048, None), keys=(129, 511), **_PLAIN,
          flops_from=3 * 2**32, source=_SMALL),
     Rule(use="sm_90", head_dim=64, dropout=False, mask=("open", "causal"), mean_tokens=(2048, None),
          tokens_from=2048, flops_from=2**35, source=_STANDARD),
@@ -454,7 +456,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=64, dropout=False, mask="causal", mean_tokens=(512, None),
          tokens_from=512, flops_from=2**35, source=_STANDARD),
     # 13 to 21 % less time
-    Rule(use="sm_90", head_dim=64, width=(49, 64), dropout=False, mask="windowed", mean_tokens=(256, 1023), paged=False,
+    Rule(use="sm_90", head_dim=64, width=(33, 64), dropout=False, mask="windowed", mean_tokens=(256, 1023), paged=False,
          flops_from=2**33, source=_SMALL),
     Rule(use="sm_90", head_dim=64, dropout=False, mask="windowed", mean_tokens=(1024, None),
          tokens_from=1024, flops_from=2**32, source=(*_STANDARD, _WINDOWS)),
@@ -471,12 +473,12 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=128, mask="open", **_PLAIN, tokens_from=64, flops_from=3 * 2**28, source=(_WINDOWS, _SMALL)),
     Rule(use="sm_90", head_dim=128, mask="causal", **_PLAIN, tokens_from=64, flops_from=3 * 2**27, source=_SMALL),
     Rule(use="sm_90", head_dim=128, mask=("open", "causal"), tokens_from=256, flops_from=2**31, source=_STANDARD),
-    # Windows of 256 keys take 13 to 52 % less time.
-    Rule(use="sm_90", head_dim=128, mask="windowed", **_PLAIN, tokens_from=256, flops_from=2**29, source=_SMALL),
+    # Windows of 256 keys take 7 to 64 % less time.
+    Rule(use="sm_90", head_dim=128, mask="windowed", **_PLAIN, tokens_from=64, flops_from=2**29, source=(_SMALL, _DRAWN)),
     Rule(use="sm_90", head_dim=128, mask="windowed", mean_tokens=(1024, None),
          tokens_from=1024, flops_from=2**31, source=(*_STANDARD, _WINDOWS)),
     # Softcap takes 7 to 45 % less time.
-    Rule(use="sm_90", head_dim=128, mask="modified", **_PLAIN, tokens_from=256, flops_from=2**28, source=_SMALL),
+    Rule(use="sm_90", head_dim=128, mask="modified", softcap=True, **_PLAIN, tokens_from=256, flops_from=2**28, source=_SMALL),
     Rule(use="sm_90", head_dim=128, mask=("modified", "loaded"), mean_tokens=(1024, None),
          tokens_from=1024, flops_from=2**31, source="modified_scores_h200.json"),
     # Head dims 192 and 128. The run without a mask was not kept, and modified scores were measured at 128.
@@ -486,22 +488,21 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=192, mask="open", **_PLAIN, tokens_from=256, flops_from=2**30, source=_SMALL),
     Rule(use="sm_90", head_dim=192, mask="causal", **_PLAIN, tokens_from=256, flops_from=2**29, source=_SMALL),
     Rule(use="sm_90", head_dim=192, mask=("open", "causal"), tokens_from=512, flops_from=2**31),
-    Rule(use="sm_90", head_dim=192, mask="modified", **_PLAIN, tokens_from=256, flops_from=2**29, source=_SMALL),
+    Rule(use="sm_90", head_dim=192, mask="modified", softcap=True, **_PLAIN, tokens_from=256, flops_from=2**29, source=_SMALL),
     Rule(use="sm_90", head_dim=192, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**31, source="modified_scores_h200.json"),
     # 1.35 to 2.3 times as fast as the portable kernel.
     Rule(use="sm_90", head_dim=192, mask="windowed", dropout=False,
          tokens_from=256, flops_from=2**30, source=(_WINDOWS, _SMALL)),
     # Head dim 256: windows of 128 keys and more are 1.4 to 2 times as fast.
-    Rule(use="sm_90", head_dim=256, width=(193, 256), mask="windowed", dropout=False,
-         tokens_from=256, flops_from=2**31, source=(_WINDOWS, _SMALL)),
     Rule(use="sm_90", head_dim=256, mask="windowed", dropout=False,
-         tokens_from=512, flops_from=2**32, source=_WINDOWS),
+         tokens_from=192, flops_from=2**31, source=(_WINDOWS, _SMALL, _DRAWN)),
     # 22 to 40 % less time with softcap
-    Rule(use="sm_90", head_dim=256, width=(193, 256), mask="modified", **_PLAIN, tokens_from=256, flops_from=2**30, source=_SMALL),
+    Rule(use="sm_90", head_dim=256, width=(193, 256), mask="modified", softcap=True, **_PLAIN, tokens_from=256,
+         flops_from=2**30, source=_SMALL),
     Rule(use="sm_90", head_dim=256, dropout=True, mask=("open", "causal", "modified", "loaded"),
          tokens_from=4096, flops_from=2**29, source=_DROPOUT),
-    Rule(use="sm_90", head_dim=256, mask=("open", "causal"), tokens_from=256, flops_from=2**29, source=_STANDARD),
+    Rule(use="sm_90", head_dim=256, mask=("open", "causal"), tokens_from=192, flops_from=2**29, source=(*_STANDARD, _DRAWN)),
     Rule(use="sm_90", head_dim=256, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**29, source="modified_scores_h200.json"),
     # --- sm_90 wide: head dims above 256, beside the portable forward. Its tiles have 512 columns, so narrower heads waste some:
@@ -533,12 +534,14 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 24 % at 72 to 96, and 7 to 16 % at 128 without a mask.
     Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask=("open", "causal"), **_PARTIAL,
          tokens_from=65, flops_from=2**28, window_left_from=255, keys_per_sm_from=55, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=64, width=(49, 64), mask=("open", "causal"), tokens=(65, 128), **_PARTIAL,
+    Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask=("open", "causal"), tokens=(65, 128), **_PARTIAL,
          flops_from=2**29, window_left_from=255, keys_per_sm_from=120, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=64, width=(49, 64), mask=("open", "causal"), tokens=(193, None), **_PARTIAL,
+    Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask=("open", "causal"), tokens=(193, None), **_PARTIAL,
          flops_from=2**30, window_left_from=255, keys_per_sm_from=120, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=128, mask="open", **_PARTIAL,
-         tokens_from=65, flops_from=2**30, keys_per_sm_from=55, source=_SMALL),
+    Rule(use="sm_90 fused", head_dim=128, mask="open", tokens=(65, 128), **_PARTIAL,
+         flops_from=2**30, keys_per_sm_from=55, source=_SMALL),
+    Rule(use="sm_90 fused", head_dim=128, mask="open", tokens=(193, None), **_PARTIAL,
+         flops_from=2**30, keys_per_sm_from=55, source=_SMALL),
     # 197 tokens take 18 to 22 % less time, 256 take 6 to 10 % less, and 384 take 11 to 13 % less. 257 to 320 take up to 9 % more,
     # and 448 take 2 to 6 % more. With 2**30 FLOPs, 197 and 256 tokens take 4 to 19 % more.
     Rule(use="sm_90 fused", head_dim=64, tokens=(193, 256), **_SHORT_OPEN, tokens_from=193, flops_from=2**31, keys_per_sm_from=256),
@@ -550,20 +553,23 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused", head_dim=(64, 128), queries=(None, 256), keys=(1024, None), mask="open", dropout=False, packed=False,
          flops_from=2**30, keys_per_sm_from=128, source=_WINDOWS),
     # 5 to 42 % less time than in two kernels; with 2**32 FLOPs at head dim 64, equal times.
-    Rule(use="sm_90 fused", head_dim=(64, 128), width=(49, 128), mask="open", tokens=(2048, None), keys=(1024, None),
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="open", tokens=(2048, None), keys=(1024, None),
          flops_from=2**33, keys_per_sm_from=60, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=(64, 128), width=(49, 128), mask="open", tokens=(1024, None),
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="open", tokens=(1024, None),
          flops_from=2**33, keys_per_sm_from=120, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask="open", tokens=(512, 1023), packed=False, gpu="H200",
          flops_from=2**32, keys_per_sm_from=120, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=(64, 128), width=(49, 128), mask="open", tokens=(512, 1023), packed=False,
+    # Packed batches of 100 to 800 tokens take 14 to 19 % less time.
+    Rule(use="sm_90 fused", head_dim=64, width=(49, 64), mask="open", tokens=(512, 1023), packed=True, gpu="H200",
+         flops_from=2**33, keys_per_sm_from=120, source="packed_small_backwards_h200.json"),
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="open", tokens=(512, 1023), packed=False,
          gpu="H200", flops_from=2**33, keys_per_sm_from=120, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="open",
          tokens_from=512, flops_from=2**35, keys_per_sm_from=128, source="lengths_h200.json"),
     # 9 to 50 % less time than in two kernels from 2048 tokens on, and 16 to 38 % from 1024.
-    Rule(use="sm_90 fused", head_dim=(64, 128), width=(49, 128), mask="causal", tokens=(2048, None),
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="causal", tokens=(2048, None),
          flops_from=2**31, window_left_from=255, keys_per_sm_from=60, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=(64, 128), width=(49, 128), mask="causal", tokens=(1024, 2047),
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="causal", tokens=(1024, 2047),
          flops_from=3 * 2**29, window_left_from=255, keys_per_sm_from=55, source=_SMALL),
     # 11 to 35 % less time at head dims of 72 to 96, and 31 % with four query heads to a key head
     Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask="causal", tokens=(512, None), grouped=True, gpu="H200",
@@ -573,7 +579,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 1 to 11 % less time at 384 tokens, and 9 to 22 % at 512. Packed batches of up to 384 to 640 tokens take 6 to 29 % less.
     Rule(use="sm_90 fused", head_dim=64, mask="causal", grouped=True, tokens=(None, 1023), gpu="H200",
          tokens_from=384, flops_from=2**33, window_left_from=255, keys_per_sm_from=128, source=("short_causal_h200.json", _SMALL)),
-    Rule(use="sm_90 fused", head_dim=(64, 128), width=(49, 128), mask="causal", gpu="H200",
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="causal", gpu="H200",
          tokens_from=384, flops_from=2**31, window_left_from=255, keys_per_sm_from=120,
          source=(_SMALL, "short_causal_h200.json", "short_backwards_more_h200.json")),
     Rule(use="sm_90 fused", head_dim=64, mask="causal", tokens=(None, 2047), gpu="H200",
@@ -590,21 +596,24 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**35, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
     # Windows of 65 keys take 7 to 26 % less time at head dim 64, and of 128 to 257 keys 7 to 41 % less. At 128, windows of 128 to
     # 512 keys take 12 to 34 % less, and at 96 14 to 30 % less.
-    Rule(use="sm_90 fused", head_dim=64, width=(49, 64), mask="windowed", dropout=False, tokens=(None, 1023),
+    Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask="windowed", dropout=False, tokens=(None, 1023),
          tokens_from=384, flops_from=2**30, window_left_from=63, keys_per_sm_from=128, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=64, mask="windowed", dropout=False,
          tokens_from=1024, flops_from=2**31, window_left_from=63, keys_per_sm_from=128, source=(_WINDOWS, _SMALL)),
     Rule(use="sm_90 fused", head_dim=128, mask="windowed", dropout=False,
-         tokens_from=256, flops_from=2**31, window_left_from=127, keys_per_sm_from=128, source=(_WINDOWS, _SMALL)),
+         tokens_from=160, flops_from=2**31, window_left_from=127, keys_per_sm_from=128, source=(_WINDOWS, _SMALL, _DRAWN)),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="windowed",
          tokens_from=2048, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
     # Softcap takes 8 to 54 % less time.
-    Rule(use="sm_90 fused", head_dim=(64, 128), width=(49, 128), mask="modified", dropout=False, tokens=(2048, None),
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="modified", softcap=True, dropout=False, tokens=(2048, None),
          flops_from=2**31, window_left_from=255, keys_per_sm_from=60, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask="modified", dropout=False,
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask="modified", softcap=True, dropout=False,
          tokens_from=256, flops_from=2**30, window_left_from=255, keys_per_sm_from=200, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=(64, 128), width=(49, 128), mask="modified", dropout=False,
-         tokens_from=512, flops_from=2**31, window_left_from=255, keys_per_sm_from=200, source=_SMALL),
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="modified", softcap=True, dropout=False,
+         tokens_from=384, flops_from=2**31, window_left_from=255, keys_per_sm_from=160, source=_SMALL),
+    # ALiBi takes 32 % less time at 1024 tokens, and 36 % less at 4096.
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask="modified", dropout=False,
+         tokens_from=1024, flops_from=2**34, window_left_from=255, keys_per_sm_from=200, source=_FITTED_BACKWARD),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask=("modified", "loaded"), bias=False,
          tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="one_pass_modified_h200.json"),
     # --- sm_90 fused 192: 7 to 19 % less time than two kernels from 1024 tokens on an H200, and from 2048 on an H100. On an H100,
@@ -624,10 +633,11 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=8192, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
     # 1024 keys take 29 % less time than in two kernels.
     Rule(use="sm_90 fused 192", head_dim=256, width=(None, 160), mask="windowed",
-         tokens_from=8192, flops_from=2**35, window_left_from=1023, keys_per_sm_from=128, source=_WINDOWS),
-    # Two kernels pad 160 to 256: 21 % less time at 256 tokens, 34 % at 1024, and 44 to 48 % from 4096 on.
+         tokens_from=192, flops_from=2**32, window_left_from=255, keys_per_sm_from=128, source=(_WINDOWS, _DRAWN)),
+    # Two kernels pad 160 to 256: 21 % less time at 256 tokens, 34 % at 1024, and 44 to 48 % from 4096 on. Up to 235 tokens take 13 to
+    # 23 % less time than in the portable kernels.
     Rule(use="sm_90 fused 192", head_dim=256, width=(None, 160), mask=("open", "causal"),
-         tokens_from=256, flops_from=2**35, window_left_from=1023, keys_per_sm_from=128, gain=1.65, source=_FITTED),
+         tokens_from=192, flops_from=2**33, window_left_from=1023, keys_per_sm_from=128, gain=1.65, source=(_FITTED, _DRAWN)),
     # --- sm_90 two-kernel: the backward in two kernels, beside the portable one. A program of dk and dv has all query heads of
     # its 128 keys, 64 at head dim 256. 16384 tokens in short sequences have little work under a causal mask, but many programs. In
     # FP8 they are faster than in 16 bits, even without the time for a dequantisation (fp8_kernels_h200.json).
@@ -649,7 +659,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          flops_from=2**31, keys_per_sm_from=9, source=(*_FUSED_192, _SMALL)),
     Rule(use="sm_90 two-kernel", head_dim=192, mask="causal",
          tokens_from=256, flops_from=2**29, keys_per_sm_from=60, source=(*_FUSED_192, _SMALL)),
-    Rule(use="sm_90 two-kernel", head_dim=192, mask="modified", dropout=False,
+    Rule(use="sm_90 two-kernel", head_dim=192, mask="modified", softcap=True, dropout=False,
          tokens_from=256, flops_from=2**29, keys_per_sm_from=60, source=("modified_scores_h200.json", _SMALL)),
     Rule(use="sm_90 two-kernel", head_dim=192, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**33, keys_per_sm_from=128, source="modified_scores_h200.json"),
@@ -673,7 +683,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 two-kernel", head_dim=256, mask=("open", "causal"),
          tokens_from=256, flops_from=2**34, keys_per_sm_from=64,
          source=("short_backwards_more_h200.json", "short_backwards_more_h100.json")),
-    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), mask="modified", dropout=False,
+    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), mask="modified", softcap=True, dropout=False,
          tokens_from=256, flops_from=2**30, keys_per_sm_from=60, source=_SMALL),
     Rule(use="sm_90 two-kernel", head_dim=256, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**34, keys_per_sm_from=64, source="modified_scores_h200.json"),
@@ -747,7 +757,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", tile="d128_narrow", head_dim=128, width=(None, 96), mask="open", tokens=(None, 64), **_PLAIN, source=_SMALL),
     Rule(use="sm_90", tile="d128_narrow", head_dim=128, mask="causal", tokens=(None, 512), **_PLAIN, source=_SMALL),
     # 5 to 24 % less time with softcap
-    Rule(use="sm_90", tile="d128_narrow", head_dim=128, mask="modified", mean_tokens=(None, 4096), **_PLAIN, source=_SMALL),
+    Rule(use="sm_90", tile="d128_narrow", head_dim=128, mask="modified", softcap=True, mean_tokens=(None, 4096), **_PLAIN,
+         source=_SMALL),
     Rule(use="sm_90", tile="d128", head_dim=128, mask="open", keys=(None, 1023), source=_SMALL),
     Rule(use="sm_90", tile="d128_long", head_dim=128, mask=("open", "causal"), mean_tokens=(4096, None), source=_STANDARD),
     # 18 to 22 % less time with 128 keys. With 512 and more, three consumers take 5 to 13 % less.
@@ -764,7 +775,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          source=_WINDOWS),
     Rule(use="sm_90", tile="d192_narrow", head_dim=192, mask="open", keys=(257, 320), **_PLAIN, source=_SMALL),
     # 5 to 34 % less time with softcap, and 5 to 28 % with a causal mask and few tiles
-    Rule(use="sm_90", tile="d192_narrow", head_dim=192, mask="modified", **_PLAIN, source=_SMALL),
+    Rule(use="sm_90", tile="d192_narrow", head_dim=192, mask="modified", softcap=True, **_PLAIN, source=_SMALL),
     Rule(use="sm_90", tile="d192", head_dim=192, mask="causal", blocks_per_sm=(None, 16), **_PLAIN, source=_SMALL),
     Rule(use="sm_90", tile="d192", head_dim=192, mask="causal", tokens=(None, 2047), **_PLAIN, source=_SMALL),
     # 4096 causal tokens take 9 % less time, and 16384 take 2 % less.
@@ -816,7 +827,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="windowed", grouped=False, tokens=(2048, 8192),
          source=_FUSED_TILES),
     # 1 to 5 % less time with softcap.
-    Rule(use="sm_90 fused", tile="d128_open", head_dim=128, mask="modified", tokens=(1024, None), source=_SMALL),
+    Rule(use="sm_90 fused", tile="d128_open", head_dim=128, mask="modified", softcap=True, tokens=(1024, None), source=_SMALL),
     Rule(use="sm_90 fused", tile="d128", head_dim=128),
     # --- Tiles of the FP8 fused backward. With 128 queries, modified scores would spill, and a block mask may have smaller blocks.
     Rule(use="sm_90 FP8 fused", tile="d64_modified", head_dim=64, mask=("modified", "loaded")),
@@ -838,10 +849,10 @@ CROSSOVERS: tuple[Rule, ...] = (
          rows_of_one_wave=(0, 128, 256), gain=1.05, source=(*_FITTED_80, _WINDOWS, _SMALL)),
     Rule(use="sm_90 fitted", width=(65, 96), mask="causal", **_PLAIN, keys=(129, None), tokens=(384, None),
          gain=1.05, source=(*_FITTED_80, _WINDOWS, _SMALL)),
-    Rule(use="sm_90 fitted", width=(65, 96), mask="modified", **_PLAIN, keys=(129, None), tokens=(192, None),
+    Rule(use="sm_90 fitted", width=(65, 96), mask="modified", softcap=True, **_PLAIN, keys=(129, None), tokens=(192, None),
          gain=1.1, source=_SMALL),
-    Rule(use="sm_90 fitted", head_dim=256, width=(None, 160), mask=("open", "causal"), **_PLAIN, tokens=(256, None),
-         gain=1.35, source=_FITTED),
+    Rule(use="sm_90 fitted", head_dim=256, width=(None, 160), mask=("open", "causal"), **_PLAIN, tokens=(192, None),
+         gain=1.35, source=(_FITTED, _DRAWN)),
     Rule(use="sm_90 fitted", head_dim=256, width=(None, 192), mask=("open", "causal"), **_PLAIN, tokens=(256, None),
          gain=1.1, source=_FITTED),
     Rule(use="sm_90 fitted", width=(65, 80), mask=("open", "causal"), **_PACKED, gain=1.12),

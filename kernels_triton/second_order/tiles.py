@@ -217,6 +217,8 @@ def tiles_for(capability: int, head_dim: int, element_size: int, is_plain: bool)
         if head_dim <= 80:
             keys = Tile(64, 64, 4, 1) if head_dim <= 64 else Tile(32, 64, 4, 2)
             return Tiles(tangent=Tile(64, 64, 4, 2), queries=Tile(64, 64, 4, 2), keys=keys, scores=scores)
+        if is_plain and head_dim <= 96:
+            return Tiles(tangent=Tile(128, 64, 8, 2), queries=Tile(128, 64, 8, 1), keys=Tile(32, 64, 4, 2), scores=scores)
         if is_plain:
             return Tiles(tangent=Tile(128, 64, 8, 2), queries=Tile(64, 32, 4, 2), keys=Tile(32, 128, 8, 2), scores=scores)
         return Tiles(tangent=Tile(64, 32, 4, 2), queries=Tile(64, 32, 4, 2), keys=Tile(32, 64, 4, 2), scores=scores)

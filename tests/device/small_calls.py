@@ -129,9 +129,8 @@ def _tiles_of(family: families.Family[Any], call: Any) -> dict[str, Any]:
     width, is_softcap = facts_of(x)["head_dim"], x.softcap > 0
     named: dict[str, Any] = {}
     if family is families.HOPPER_FORWARD:
-        named = {n: t for n, t in tiles.HOPPER_FORWARD.items() if t.head_dim_qk == width and "paged" not in n}
-        if width == 64 and x.q.shape[-1] > 48:
-            named.pop("d48_long", None)
+        columns = {"d48", "d64"} if max(x.q.shape[-1], x.v.shape[-1]) <= 48 else {f"d{width}"}
+        named = {n: t for n, t in tiles.HOPPER_FORWARD.items() if n.partition("_")[0] in columns and "paged" not in n}
     elif family is families.HOPPER_FUSED:
         named = {n: t for n, t in tiles.HOPPER_FUSED.items() if t.head_dim == width}
         if width == 64:  # with 128 queries, softcap lacks registers
