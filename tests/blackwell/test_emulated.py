@@ -18,7 +18,7 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.functional import bind_call
-from flexattn.kernels_triton.blackwell import conditions, consumer, pipeline, products
+from flexattn.kernels_triton.blackwell import conditions, consumer, products
 from flexattn.kernels_triton.blackwell import forward as blackwell_forward
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.runtime.device import pretended_device
@@ -229,7 +229,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "the program ends under a store": (consumer, drop("tma.store_wait()", within="compute_partition")),
     "out is not rescaled": (consumer, drop("_rescale_out()")),
     "a work tile's slot is free before the products' warp has read it": (
-        pipeline,
+        blackwell_forward,
         with_argument("allocate_forward_barriers(1, CONSUMERS + 1, META)", 1, "CONSUMERS"),
     ),
 }
