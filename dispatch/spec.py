@@ -430,6 +430,10 @@ def _shared_fields(kind: Any) -> tuple[tuple[str, ...], Callable[[Operands], tup
     return names, operator.attrgetter(*names)
 
 
+TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first.
+NUM_TENSORS = len(TENSOR_FIELDS)
+
+
 class Gradients(NamedTuple):
     """Gradients of a call. A backend returns dq, dk and dv as `Stored`."""
 
@@ -443,6 +447,9 @@ class Gradients(NamedTuple):
     def flat(self) -> tuple[Tensor | None, ...]:
         """Returns the gradients as one tuple, those of captured tensors last."""
         return (*self[:-1], *(self.dmod_tensors or ()))
+
+
+DIFFERENTIABLE = tuple(name.removeprefix("d") for name in Gradients._fields[:-1])  # operands with a gradient.
 
 
 def as_bshd(x: Tensor, fmt: str) -> Tensor:

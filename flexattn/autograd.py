@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8_ops, ops
-from flexattn.dispatch.spec import Gradients, Operands
+from flexattn.dispatch.spec import DIFFERENTIABLE, NUM_TENSORS, Gradients, Operands
 from flexattn.first_order import second_order
 from flexattn.fp8_ops import Delayed, QuantizeConfig
 from flexattn.function_context import FunctionContext
 
 _NUM_OPERANDS = len(Operands._fields)
-_NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # they come first
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")  # in the order of Gradients
 
 
 def attention(
@@ -99,7 +97,7 @@ def _with_derivatives(
         return None
     x = Attention.operands(ctx, saved)
     lists = len(Operands._fields) + len(ops.Settings._fields) + 2
-    places = [*(Operands._fields.index(name) for name in _DIFFERENTIABLE), *range(lists, lists + len(x.mod_tensors))]
+    places = [*(Operands._fields.index(name) for name in DIFFERENTIABLE), *range(lists, lists + len(x.mod_tensors))]
     incoming = ops.Incoming(saved[0], saved[1], torch.zeros_like(saved[0]) if dout is None else dout, dlse)
     found = list(gradients)
     for place, t in zip(places, differentiable(x, settings, [gradients[place] for place in places], incoming), strict=True):
@@ -121,9 +119,9 @@ class Attention(torch.autograd.Function):
         in_16_bits = (x.q, x.k) if config is not None and config.keeps_16_bit else ()
         lists = (x.mod_tensors, x.block_mask, kept.descales, in_16_bits)
         scale_dout = None if settings.bf16_backward else delayed.scale_dout
-        ctx.save_for_backward(out, lse, scale_dout, *kept[:_NUM_TENSORS], *itertools.chain(*lists))
+        ctx.save_for_backward(out, lse, scale_dout, *kept[:NUM_TENSORS], *itertools.chain(*lists))
         ctx.ends = list(itertools.accumulate(map(len, lists)))
-        ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, config
+        ctx.rest = x._replace(mod_tensors=(), block_mask=())[NUM_TENSORS:], settings, config
         ctx.history = delayed.history_dout  # it is not saved, because it changes
         ctx.num_arguments = len(call)
         return out, lse, max_logit
@@ -132,8 +130,8 @@ class Attention(torch.autograd.Function):
     def operands(ctx: FunctionContext, saved: Any) -> Operands:
         """Returns the operands of the backward from the saved tensors."""
         tensors, values = saved[3:], ctx.rest[0]
-        lists, (a, b, c, d) = tensors[_NUM_TENSORS:], ctx.ends
-        return Operands(*tensors[:_NUM_TENSORS], *values)._replace(
+        lists, (a, b, c, d) = tensors[NUM_TENSORS:], ctx.ends
+        return Operands(*tensors[:NUM_TENSORS], *values)._replace(
             mod_tensors=lists[:a], block_mask=lists[a:b], descales=lists[b:c], copies16=lists[c:d]
         )
 
@@ -147,7 +145,7 @@ class Attention(torch.autograd.Function):
         x = Attention.operands(ctx, saved)
         delayed = Delayed(scale_dout=scale_dout, history_dout=ctx.history)
         found = gradients(x, settings, config, delayed, ops.Incoming(out, lse, dout, dlse))
-        named = dict(zip(_DIFFERENTIABLE, found[:-1], strict=True))
+        named = dict(zip(DIFFERENTIABLE, found[:-1], strict=True))
         flags, left = ops.captures_with_gradients(settings.mods), iter(found.dmod_tensors or ())
         dmods = [next(left) if needs_grad else None for needs_grad in flags]
         first = (*(named.get(name) for name in Operands._fields), *(None,) * (len(ops.Settings._fields) + 2), *dmods)

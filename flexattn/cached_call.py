@@ -24,7 +24,7 @@ from flexattn import compat, ops
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.neutral import is_ordinary
 from flexattn.dispatch.select import Backend, select
-from flexattn.dispatch.spec import AttentionSpec, Flat, Gradients, Operands, batch_size, dqkv_of
+from flexattn.dispatch.spec import DIFFERENTIABLE, TENSOR_FIELDS, AttentionSpec, Flat, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import second_order
 from flexattn.function_context import FunctionContext
 from flexattn.likeness import PLAIN, Likeness, likeness_of, low_bits, same_tensors
@@ -39,10 +39,7 @@ if TYPE_CHECKING:
     Replay = Recording | KeptForward | KeptBackward
 
 _MOST_BACKWARDS = 8  # backwards kept for one call, by the strides of their tensors
-TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
-NUM_TENSORS = len(TENSOR_FIELDS)
 _RNG_STATE = TENSOR_FIELDS.index("rng_state")
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")  # in the order of Gradients
 
 is_profiled = compat.is_profiler_enabled
 counts = {"hits": 0, "misses": 0, "recordings": 0}  # since the last `clear_cache`
@@ -100,8 +97,8 @@ class Saved:
 
     def __init__(self, x: Operands, layout: Layout, fp8: Fp8Steps | None) -> None:
         names = layout.names
-        leaves = [i for i, name in enumerate(names) if name in _DIFFERENTIABLE and getattr(x, name) is not None]
-        self.gradients = [_DIFFERENTIABLE.index(names[i]) for i in leaves]  # their places among Gradients
+        leaves = [i for i, name in enumerate(names) if name in DIFFERENTIABLE and getattr(x, name) is not None]
+        self.gradients = [DIFFERENTIABLE.index(names[i]) for i in leaves]  # their places among Gradients
         # Each argument of a Function costs time, so a captured tensor is a leaf only if it needs a gradient.
         self.captured_leaves = [i for i, t in enumerate(x.mod_tensors) if t.requires_grad]
         self.leaves = itemgetter(*leaves, *(len(names) + i for i in self.captured_leaves))
@@ -472,8 +469,8 @@ def _with_derivatives(
         return None
     out, lse, *tensors = saved
     x = call.operands(call.saved.restore(tensors, None))
-    places = [*call.saved.gradients, *(len(_DIFFERENTIABLE) + i for i in call.saved.captured_leaves)]
-    wanted: list[Tensor | None] = [None] * (len(_DIFFERENTIABLE) + len(x.mod_tensors))
+    places = [*call.saved.gradients, *(len(DIFFERENTIABLE) + i for i in call.saved.captured_leaves)]
+    wanted: list[Tensor | None] = [None] * (len(DIFFERENTIABLE) + len(x.mod_tensors))
     for place, gradient in zip(places, gradients[1:], strict=True):
         wanted[place] = gradient
     incoming = ops.Incoming(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)

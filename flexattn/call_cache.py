@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from flexattn import compat, ops
-from flexattn.cached_call import TENSOR_FIELDS, CachedCall, KeptCall, counts, lock
+from flexattn.cached_call import CachedCall, KeptCall, counts, lock
 from flexattn.call_options import ALIASES, DEFAULTS, NO_TENSORS, TENSOR_OPTIONS, Fp8Options, ModOptions, ReturnOptions
 from flexattn.dispatch import options
 from flexattn.dispatch.neutral import is_capturing, is_ordinary
 from flexattn.dispatch.select import select
-from flexattn.dispatch.spec import OPEN_WINDOW, Operands
+from flexattn.dispatch.spec import OPEN_WINDOW, TENSOR_FIELDS, Operands
 from flexattn.forks import fork_safe
 from flexattn.likeness import PLAIN, Likeness, likeness_of, low_bits, same_tensors
 

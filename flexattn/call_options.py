@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from typing_extensions import TypedDict
 
-from flexattn.dispatch.spec import OPEN_WINDOW, Operands
+from flexattn.dispatch.spec import OPEN_WINDOW, TENSOR_FIELDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -345,7 +345,7 @@ DEFAULTS: dict[str, Any] = {
     "window_size": OPEN_WINDOW,
     "score_mod_tensors": NO_TENSORS,
 }
-TENSOR_OPTIONS = Operands._fields[3 : Operands._fields.index("max_seqlen_q")]  # tensors of a kernel besides q, k and v
+TENSOR_OPTIONS = TENSOR_FIELDS[3:]  # tensors of a kernel besides q, k and v
 BOTH_SIDES = ("cu_seqlens", "max_seqlen")
 ALIASES = (*BOTH_SIDES, "mask")  # options that `shorthands.without_aliases` writes as others
 _TORCH = {"Array": "Tensor", "Blocks": "BlockMask", "State": "fp8.DelayedScaling"}

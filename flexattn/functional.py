@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, compat, ops, validation
-from flexattn.cached_call import NUM_TENSORS
 from flexattn.call_cache import CONSTANTS, CallKey, split_of
 from flexattn.call_options import DEFAULTS, Arguments, taking
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.options import requested_backend
-from flexattn.dispatch.spec import AttentionSpec, Operands, from_bshd
+from flexattn.dispatch.spec import NUM_TENSORS, AttentionSpec, Operands, from_bshd
 from flexattn.prepare import Prepared, prepare
 from flexattn.shorthands import in_full, is_jagged, without_aliases
 

@@ -22,6 +22,7 @@ from flexattn.dispatch import options
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.select import Backend, RuntimeFailure, backend_module, failures_of, mark_unsupported, remember_call, select
 from flexattn.dispatch.spec import (
+    NUM_TENSORS,
     AttentionSpec,
     Band,
     Direction,
@@ -380,11 +381,10 @@ def captures_with_gradients(mods: str) -> tuple[bool, ...]:
 captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first
 _LISTS = slice(Operands._fields.index("mod_tensors"), len(Operands._fields))
 
 
 def tensors_of(x: Operands) -> tuple[Tensor | None, ...]:
     """Returns all tensors of a call: the fields, then the captures of mods, then the tensors of a block mask."""
-    fields: tuple[Any, ...] = x[:_NUM_TENSORS]
+    fields: tuple[Any, ...] = x[:NUM_TENSORS]
     return (*fields, *x.mod_tensors, *x.block_mask)

@@ -21,7 +21,7 @@ from torch import Tensor
 from flexattn import compat, ops
 from flexattn.dispatch import second_order, triton_second_order
 from flexattn.dispatch.select import OWN_DROPOUT
-from flexattn.dispatch.spec import AttentionSpec, Operands
+from flexattn.dispatch.spec import DIFFERENTIABLE, NUM_TENSORS, AttentionSpec, Operands
 from flexattn.first_order import PART
 from flexattn.function_context import FunctionContext
 
@@ -35,9 +35,7 @@ FORWARD_TWICE = (
     "jacfwd); accepted: one of the two in reverse mode, such as torch.func.jvp of torch.func.grad"
 )
 
-_NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first
-_DENSE_NAMES = ("q", "k", "v", "bias", "softmax_offset")
-_DENSE = tuple(map(Operands._fields.index, _DENSE_NAMES))
+_DENSE = tuple(map(Operands._fields.index, DIFFERENTIABLE))
 
 Tensors = Sequence[Tensor | None]
 
@@ -50,24 +48,24 @@ class Call:
 
     def __init__(self, x: Operands, settings: ops.Settings, wanted: Sequence[bool], given: Tensors | None = None) -> None:
         """wanted: of `second_order.inputs`, those with gradients. given: the gradients, if they are known."""
-        self.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:]
+        self.rest = x._replace(mod_tensors=(), block_mask=())[NUM_TENSORS:]
         self.settings, self.wanted, self.given = settings, tuple(wanted), given
-        self.ends = _NUM_TENSORS + len(x.mod_tensors), _NUM_TENSORS + len(x.mod_tensors) + len(x.block_mask)
-        every = (*_DENSE, *range(_NUM_TENSORS, self.ends[0]))
+        self.ends = NUM_TENSORS + len(x.mod_tensors), NUM_TENSORS + len(x.mod_tensors) + len(x.block_mask)
+        every = (*_DENSE, *range(NUM_TENSORS, self.ends[0]))
         self.places = [place for place, is_wanted in zip(every, wanted, strict=True) if is_wanted]
 
     def operands(self, tensors: Tensors) -> Operands:
         mods, blocks = self.ends
-        fields: tuple[Any, ...] = (*tensors[:_NUM_TENSORS], *self.rest)
+        fields: tuple[Any, ...] = (*tensors[:NUM_TENSORS], *self.rest)
         x = Operands._make(fields)
-        return x._replace(mod_tensors=tuple(tensors[_NUM_TENSORS:mods]), block_mask=tuple(tensors[mods:blocks]))  # type: ignore[arg-type]
+        return x._replace(mod_tensors=tuple(tensors[NUM_TENSORS:mods]), block_mask=tuple(tensors[mods:blocks]))  # type: ignore[arg-type]
 
     def spec_of(self, x: Operands) -> AttentionSpec:
         return ops.spec_to_run(x, self.settings)
 
     def runs_kernels(self, spec: AttentionSpec, x: Operands, wanted: Sequence[bool]) -> bool:
         """Returns whether Triton kernels compute a tangent, or the derivatives of the wanted tensors."""
-        if triton_second_order.unsupported(spec, x, wanted[_DENSE_NAMES.index("bias")]):
+        if triton_second_order.unsupported(spec, x, wanted[DIFFERENTIABLE.index("bias")]):
             return False
         return ops.backend_name(spec, "forward", self.settings.backend, x) == "triton"
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, validation
-from flexattn.cached_call import TENSOR_FIELDS, KeptCall
+from flexattn.cached_call import KeptCall
 from flexattn.call_cache import CONSTANTS, CallKey, split_of
 from flexattn.call_options import BOTH_SIDES, DEFAULTS, CacheOptions, CommonOptions, LengthOptions, ListOptions, ReturnOptions
 from flexattn.dispatch.options import check_values, requested_backend
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, TENSOR_FIELDS, as_bshd, from_bshd
 from flexattn.distributed import agreement, capture, exchange, quantise
 from flexattn.distributed.agreement import digest_of, numbers_of
 from flexattn.distributed.calls import COMMON, InputGradients, Results, Scores, Seeds, Shared, offset_gradient, sum_dtype

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from flexattn.dispatch.mod_program import looks_at, parse_program
-from flexattn.dispatch.spec import parse_format
-from flexattn.jax.call import TENSORS, Call
+from flexattn.dispatch.spec import TENSOR_FIELDS, parse_format
+from flexattn.jax.call import Call
 
 Batched = tuple[Sequence[jax.Array], Sequence[int | None]]  # results, and the mapped dim of each
 
@@ -127,12 +127,12 @@ def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n
             new["bias"] = bias.reshape(-1, *bias.shape[2:])
     if "alibi_slopes" in operands_and_dims and operands_and_dims["alibi_slopes"][0].ndim == 2:
         new["alibi_slopes"] = jnp.tile(operands_and_dims["alibi_slopes"][0], (n, 1))
-    present = tuple(name for name in TENSORS if name in new or (name in call.present and name not in _LENGTHS))
+    present = tuple(name for name in TENSOR_FIELDS if name in new or (name in call.present and name not in _LENGTHS))
     operands = [new[name] if name in new else operands_and_dims[name][0] for name in present]
     for name, x, dim in zip(call.names(), arrays, dims, strict=False):
         if name == "descales":
             operands.append(_join_descale(x, dim, n, batch, kv_format))
-        elif name not in TENSORS:
+        elif name not in TENSOR_FIELDS:
             operands.append(x)
     return n, operands, call._replace(present=present)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexattn import ops
 from flexattn.dispatch import options
 from flexattn.dispatch.quantization import amax_sizes
-from flexattn.dispatch.spec import AttentionSpec, Operands, empty_gradients, empty_outputs, parse_format
+from flexattn.dispatch.spec import TENSOR_FIELDS, AttentionSpec, Operands, empty_gradients, empty_outputs, parse_format
 from flexattn.fp8_ops import FUNCTIONS, Delayed, QuantizeConfig, planned, quantize_inputs
 from flexattn.validation import FP8_DTYPES
 
@@ -28,7 +28,6 @@ DTYPES: dict[str, torch.dtype] = {
     **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")},
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-TENSORS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # each an array or None
 NUMBERS = ("max_seqlen_q", "max_seqlen_kv", "softmax_scale", "softcap", "dropout_p")
 LISTS = ("mod_tensors", "block_mask", "descales")
 SCALED = ("q", "k", "v", "dout", "out")  # tensors with scales, in the order of a call with delayed scaling
@@ -81,7 +80,7 @@ class Call(NamedTuple):
 
     settings: ops.Settings
     config: QuantizeConfig | None  # quantisation of q, k and v inside the call
-    present: tuple[str, ...]  # the TENSORS that are passed
+    present: tuple[str, ...]  # the TENSOR_FIELDS that are passed
     counts: tuple[int, ...]  # length of each of LISTS
     numbers: tuple[float, ...]  # NUMBERS
     mod_numbers: tuple[float, ...]
@@ -98,7 +97,7 @@ class Call(NamedTuple):
         return cls(
             settings,
             config,
-            tuple(name for name in TENSORS if getattr(x, name) is not None),
+            tuple(name for name in TENSOR_FIELDS if getattr(x, name) is not None),
             tuple(len(getattr(x, name)) for name in LISTS),
             tuple(getattr(x, name) for name in NUMBERS),
             tuple(x.mod_numbers),
@@ -119,7 +118,7 @@ class Call(NamedTuple):
     def operands(self, tensors: Sequence[Tensor]) -> Operands:
         """Returns the call's operands; tensors: in the order of `flat`."""
         remaining = iter(tensors)
-        fields: dict[str, Any] = dict.fromkeys(TENSORS) | {name: next(remaining) for name in self.present}
+        fields: dict[str, Any] = dict.fromkeys(TENSOR_FIELDS) | {name: next(remaining) for name in self.present}
         fields |= zip(NUMBERS, self.numbers, strict=True)
         fields |= {name: tuple(next(remaining) for _ in range(n)) for name, n in zip(LISTS, self.counts, strict=True)}
         return Operands(**fields, mod_numbers=self.mod_numbers)
@@ -196,7 +195,7 @@ class Call(NamedTuple):
 
 def flat(x: Operands) -> list[Tensor]:
     """Returns the operands' tensors in the primitives' order."""
-    dense = [t for t in (getattr(x, name) for name in TENSORS) if t is not None]
+    dense = [t for t in (getattr(x, name) for name in TENSOR_FIELDS) if t is not None]
     return dense + [t for name in LISTS for t in getattr(x, name)]
 
 

@@ -19,7 +19,7 @@ from flexattn.call_options import ALIASES, DEFAULTS, ArrayOptions, taking
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.select import Decision, unsupported
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window, parse_format
+from flexattn.dispatch.spec import DIFFERENTIABLE, AttentionSpec, Direction, Operands, Window, parse_format
 from flexattn.fp8 import Recipe
 from flexattn.fp8_ops import QuantizeConfig, planned
 from flexattn.hints import with_hints
@@ -45,7 +45,6 @@ _ARRAYS = (
     ),
 )
 _SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # fields of DelayedScaling
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
 # A mask is an array that a mask_mod reads, no array is written to, and no pass over JAX arrays computes statistics.
 NOT_TAKEN = ("mask", "out", "return_aux")
 _TYPES = {"Array": "jax.Array", "Blocks": "BlockMask", "State": "jax_fp8.DelayedScaling"}
@@ -258,7 +257,7 @@ class _Given(NamedTuple):
         is_state_perturbed = any(perturbed[i] for i, name in enumerate(self.names) if name in (*_SCALES, *_HISTORIES))
 
         def is_wanted(i: int, name: str) -> bool:
-            return (perturbed[i] and name in _DIFFERENTIABLE) or (name == "q" and is_state_perturbed)
+            return (perturbed[i] and name in DIFFERENTIABLE) or (name == "q" and is_state_perturbed)
 
         tensors = {name: stand_in(i, name, is_wanted(i, name)) for i, name in enumerate(self.names)}
         if "scale_q" in tensors:

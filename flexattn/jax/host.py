@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flexattn import autograd, call_cache, ops
 from flexattn.cached_call import CachedCall
-from flexattn.dispatch.spec import OPEN_WINDOW, Operands
+from flexattn.dispatch.spec import OPEN_WINDOW, TENSOR_FIELDS, Operands
 from flexattn.jax import ffi
-from flexattn.jax.call import TENSORS, Call, parse
+from flexattn.jax.call import Call, parse
 
 FORWARD, BACKWARD = "flexattn_forward", "flexattn_backward"
 
@@ -37,7 +37,7 @@ def _run_kept(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the results of a call without mods, FP8 and dropout. They are replayed if the call is kept."""
     tensors: tuple[Any, ...] = tuple(operands)
     if len(tensors) > len("qkv"):
-        tensors = (*map(dict(zip(call.present, operands, strict=True)).get, TENSORS),)
+        tensors = (*map(dict(zip(call.present, operands, strict=True)).get, TENSOR_FIELDS),)
     key, found = call_cache.look_up(tensors, (None, None, call), OPEN_WINDOW, None)
     kept = found if isinstance(found, CachedCall) else None
     is_new = kept is None

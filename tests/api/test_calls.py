@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import call_cache, compat, functional
-from flexattn.cached_call import TENSOR_FIELDS, CachedCall, Runs
+from flexattn.cached_call import CachedCall, Runs
 from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.recorder import Recorder
 from flexattn.dispatch.select import forget_rejections, select
-from flexattn.dispatch.spec import Operands
+from flexattn.dispatch.spec import TENSOR_FIELDS, Operands
 from flexattn.kernels_triton.runtime import direct, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_seqlen")
