@@ -223,7 +223,7 @@ def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
     for tensor, fmt in ((x.q, spec.q_format), (x.k, spec.kv_format), (x.v, spec.kv_format)):
         t = tensor.detach() if tensor.requires_grad else tensor
         t = t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2)
-        bhsd.append(_rows(t))
+        bhsd.append(t if t.stride(-1) == 1 else t.contiguous())  # as `_rows`, without a call: this is the path of small calls
     return tuple(bhsd)
 
 

@@ -152,11 +152,15 @@ def _column(name: str, wanted: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Returns a value in words: 2**36 for a large power of two."""
+    """Returns a value in words: 2**36 for a large power of two, and 3 * 2**28 for three times one."""
     if isinstance(value, float):
         return f"{value:.3g}"
-    is_large = isinstance(value, int) and value >= 2**20
-    return f"2**{value.bit_length() - 1}" if is_large and not value & (value - 1) else str(value)
+    if isinstance(value, int) and value >= 2**20:
+        for factor in (1, 3):
+            power, rest = divmod(value, factor)
+            if rest == 0 and not power & (power - 1):
+                return f"{f'{factor} * ' if factor > 1 else ''}2**{power.bit_length() - 1}"
+    return str(value)
 
 
 def slower(use: str, facts: Facts) -> str | None:

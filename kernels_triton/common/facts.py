@@ -46,10 +46,6 @@ def mask_class(problem: Problem) -> Mask:
     return "open" if is_open else "causal"  # also for a window that begins after the diagonal
 
 
-def _has_softcap_alone(x: Problem) -> bool:
-    return x.softcap > 0 and x.bias is None and x.alibi_slopes is None and x.mods is None and x.block_mask is None
-
-
 def key_bytes(problem: Problem) -> int:
     """Returns the bytes of k and v."""
     x = problem
@@ -105,7 +101,7 @@ COLUMNS: dict[str, Callable[[Problem], Any]] = {
     "is_full_width": lambda x: x.q.shape[-1] == _head_dim(x),
     "element_size": lambda x: x.q.element_size() if x.q.element_size() == x.k.element_size() else 0,
     "mask": mask_class,
-    "softcap": _has_softcap_alone,
+    "softcap": lambda x: x.has_softcap_alone,
     "has_left": lambda x: x.window_left is not None,
     "window": _window,
     "window_left": lambda x: UNLIMITED if x.window_left is None else x.window_left,

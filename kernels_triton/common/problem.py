@@ -303,8 +303,16 @@ class Problem:
     @property
     def is_modified(self) -> bool:
         """True if a logit is more than a scaled score in a band."""
-        optional_tensors = (self.bias, self.alibi_slopes, self.mods, self.block_mask)
-        return self.softcap > 0 or any(x is not None for x in optional_tensors)
+        return self.softcap > 0 or self._has_optional_scores
+
+    @property
+    def has_softcap_alone(self) -> bool:
+        """True if softcap is all that changes the scores."""
+        return self.softcap > 0 and not self._has_optional_scores
+
+    @property
+    def _has_optional_scores(self) -> bool:
+        return any(x is not None for x in (self.bias, self.alibi_slopes, self.mods, self.block_mask))
 
     @property
     def is_listed(self) -> bool:

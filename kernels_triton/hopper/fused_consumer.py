@@ -386,7 +386,8 @@ def _consume_block(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, _scores_layout(META))
     PARTS: gl.constexpr = 2 if META.DIM1 > 0 else 1  # products for each of scores, dp, dv and dk
     SCORES_IN_FLIGHT: gl.constexpr = PARTS if META.IS_AHEAD else 0
-    IN_FLIGHT: gl.constexpr = SCORES_IN_FLIGHT + (2 if META.DP_FIRST else 0)  # of dq a product with each warpgroup's keys
+    # dq has a product with the keys of each warpgroup
+    IN_FLIGHT: gl.constexpr = SCORES_IN_FLIGHT + (2 if META.DP_FIRST else 0)
     gl.static_assert(META.DP_FIRST or META.IS_AHEAD)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=_scores_layout(META))
     dk, dk1 = zero_rows(META.DIM), zero_rows(META.DIM1)

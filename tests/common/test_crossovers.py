@@ -23,6 +23,7 @@ FORMS = {"split keys", "split plan", "sm_90 fitted", "sm_90 fused fitted"}  # of
 CALL = {
     "head_dim": 64,
     "mask": "causal",
+    "softcap": False,
     "dropout": False,
     "tokens": 2048,
     "mean_tokens": 2048,

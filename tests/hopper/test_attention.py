@@ -338,7 +338,8 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
     window = {"window_left": 1023, "window_right": 0}
     assert faster("forward", problem_of((2, 8192, 16, 128), **window))
     assert faster("forward", problem_of((8, 1024, 16, 128), **window))
-    assert not faster("forward", problem_of((16, 192, 16, 128), **window))
+    assert faster("forward", problem_of((16, 192, 16, 128), **window))
+    assert not faster("forward", problem_of((2, 64, 16, 128), **window))
     assert faster("forward", problem_of((4, 8192, 32, 64), **window))
     assert faster("forward", problem_of((16, 1024, 32, 64), **window))
     assert not faster("forward", problem_of((16, 192, 32, 64), **window))
@@ -361,7 +362,8 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
         (300, 64, True, True),
         (320, 64, False, False),
         (384, 64, True, True),
-        (160, 128, True, False),
+        (160, 128, False, False),
+        (77, 128, True, False),
         (192, 128, False, False),
         (300, 128, True, False),
         (128, 96, False, True),
@@ -383,6 +385,9 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
             assert faster("forward", modified) == in_forward
             assert faster("backward", modified)
             assert faster("fused", modified) == ("bias" not in more)
+    for more, keys_of_a_block in (({}, 64), ({"alibi_slopes": torch.empty(16)}, 128)):
+        capped = problem_of((4, 4096, 16, 128), window_right=0, softcap=30.0, **more)
+        assert conditions.forward_tile(capped).block_n == keys_of_a_block
     dropout = {"dropout_p": 0.1, "window_right": 0}
     assert faster("forward", problem_of((8, 2048, 32, 64), **dropout))  # it is not faster without
     assert faster("fused", problem_of((8, 2048, 32, 64), **dropout))

@@ -411,7 +411,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     ),
     "one pass, two tiles of dq: ds is released before dq has read it": (
         fused_consumer,
-        move("announce_read(last)", before="_wait_for_dq(SCORES_IN_FLIGHT)"),
+        move("announce_read(last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT)"),
     ),
     "one pass: dq is added before it is written": (dq_sums, drop("wait(full)")),
     "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),

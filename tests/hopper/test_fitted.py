@@ -185,10 +185,11 @@ def test_auto_leaves_them_in_other_calls(dim: int, change: dict[str, Any]) -> No
         (96, 256, {}, "sm_90 fused"),
         (96, 1024, {"window_right": 0}, "sm_90 fused"),
         (160, 256, {}, "sm_90 fused 192"),
-        (160, 255, {}, "portable"),
+        (160, 255, {}, "sm_90 fused 192"),
+        (160, 191, {}, "portable"),
         (168, 256, {}, "sm_90 two-kernel"),
-        (160, 4096, {"window_left": 2047, "window_right": 0}, "sm_90 two-kernel"),
-        (160, 8192, {"window_left": 2047, "window_right": 0}, "sm_90 fused 192"),
+        (160, 4096, {"window_left": 255, "window_right": 0}, "sm_90 fused 192"),
+        (160, 4096, {"window_left": 254, "window_right": 0}, "sm_90 two-kernel"),
     ],
 )
 def test_short_backwards_of_wide_and_narrow_heads(dim: int, tokens: int, more: dict[str, Any], name: str) -> None:

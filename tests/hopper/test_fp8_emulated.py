@@ -486,7 +486,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "ds is overwritten while the other warpgroup reads it": (fused_consumer, drop("wait_read(current)")),
     "ds is released before dq has read it": (
         fused_consumer,
-        move("announce_read(last)", before="_wait_for_dq(SCORES_IN_FLIGHT)"),
+        move("announce_read(last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT)"),
     ),
     "dv takes the place of dout while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "persistent: a block is drawn twice": (hopper_fp8_fused, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),

@@ -16,6 +16,7 @@ from flexattn import attention
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.gluon import conditions as gluon_conditions
+from flexattn.kernels_triton.gluon.conditions import converts_dq
 from flexattn.kernels_triton.hopper import backward_fused, conditions
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
@@ -55,6 +56,11 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups() -> None:
                 assert not other.converts
                 is_measured = other is narrow or length > 256 or bool(more)
                 assert other.is_persistent == (length in chosen and is_measured)
+    many = torch.empty((8, 4096, 16, 128), dtype=torch.bfloat16, device="meta")
+    tile = conditions.fused_tile(Problem(many, many, many, softmax_scale=0.1))
+    for keys, converts in ((4096, True), (5000, True), (4095, False), (300, False)):  # with few keys, parts of dq wait
+        few = torch.empty((8, keys, 16, 128), dtype=torch.bfloat16, device="meta")
+        assert converts_dq(Problem(many, few, few, softmax_scale=0.1), many, tile) == converts
     short = torch.empty((32, 512, 32, 64), dtype=torch.bfloat16, device="meta")
     grouped = short[:, :, :8]
     assert "from 1024 tokens" in str(slower("sm_90 fused", Problem(short, grouped, grouped, softmax_scale=0.1)))
