@@ -540,7 +540,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=65, flops_from=2**28, window_left_from=255, keys_per_sm_from=55, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask=("open", "causal"), tokens=(65, 128), **_PARTIAL,
          flops_from=2**29, window_left_from=255, keys_per_sm_from=120, source=_SMALL),
-    Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask=("open", "causal"), tokens=(193, None), **_PARTIAL,
+    Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask=("open", "causal"), tokens=(193, 256), **_PARTIAL,
+         flops_from=2**30, window_left_from=255, keys_per_sm_from=120, source=_SMALL),
+    Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask=("open", "causal"), tokens=(449, None), **_PARTIAL,
          flops_from=2**30, window_left_from=255, keys_per_sm_from=120, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=128, mask="open", tokens=(65, 128), **_PARTIAL,
          flops_from=2**30, keys_per_sm_from=55, source=_SMALL),
@@ -556,7 +558,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 16 to 256 queries of 1024 to 8192 keys take 23 to 58 % less time.
     Rule(use="sm_90 fused", head_dim=(64, 128), queries=(None, 256), keys=(1024, None), mask="open", dropout=False, packed=False,
          flops_from=2**30, keys_per_sm_from=128, source=_WINDOWS),
-    # 5 to 42 % less time than in two kernels; with 2**32 FLOPs at head dim 64, equal times.
+    # 5 to 42 % less time than in the portable kernels. With 2**32 FLOPs at head dim 64, the times are equal.
     Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="open", tokens=(2048, None), keys=(1024, None),
          flops_from=2**33, keys_per_sm_from=60, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="open", tokens=(1024, None),
@@ -570,7 +572,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          gpu="H200", flops_from=2**33, keys_per_sm_from=120, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="open",
          tokens_from=512, flops_from=2**35, keys_per_sm_from=128, source="lengths_h200.json"),
-    # 9 to 50 % less time than in two kernels from 2048 tokens on, and 16 to 38 % from 1024.
+    # 9 to 50 % less time from 2048 tokens on, and 16 to 38 % less from 1024.
     Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="causal", tokens=(2048, None),
          flops_from=2**31, window_left_from=255, keys_per_sm_from=60, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="causal", tokens=(1024, 2047),

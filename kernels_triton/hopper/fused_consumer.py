@@ -1,7 +1,8 @@
 """Consumers of the fused backward for sm_90, in 16 bits and in FP8: dk and dv of 64 keys each, and half of each tile of dq.
 
-The other warpgroup's ds also contributes to a tile of dq. dq is computed in the next iteration, so that no warpgroup waits for the
-other in the middle of one. The products of an iteration, and the work that overlaps them:
+If the head dim has two parts, the first consumer computes the first part of dq, and the second consumer the other one. The other
+warpgroup's ds also contributes to a tile of dq. dq is computed in the next iteration, so that no warpgroup waits for the other in
+the middle of one. The products of an iteration, and the work that overlaps them:
 
     DP_FIRST   dp | p | dv | ds | dk, dq of the last iteration
     else       dq of the last iteration | p | dv, dp | ds | dk
