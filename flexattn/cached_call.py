@@ -346,6 +346,7 @@ class CachedCall(KeptCall):
                 places = like.addresses(inputs)
                 if places is not None:
                     return self._as_gradients(recording.replay(inputs, places))
+        inputs = [t if t is None else t.resolve_neg() for t in inputs]  # a hook may also set the negative bit
         key, addresses = _backward_key(state, inputs)
         found = self.backwards.get(key)
         runs = self._keep(key) if found is None else found

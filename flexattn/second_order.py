@@ -56,9 +56,10 @@ class Call:
 
     def operands(self, tensors: Tensors) -> Operands:
         mods, blocks = self.ends
-        fields: tuple[Any, ...] = (*tensors[:NUM_TENSORS], *self.rest)
+        stored: Sequence[Any] = [_stored(t) for t in tensors[:blocks]]
+        fields: tuple[Any, ...] = (*stored[:NUM_TENSORS], *self.rest)
         x = Operands._make(fields)
-        return x._replace(mod_tensors=tuple(tensors[NUM_TENSORS:mods]), block_mask=tuple(tensors[mods:blocks]))  # type: ignore[arg-type]
+        return x._replace(mod_tensors=tuple(stored[NUM_TENSORS:mods]), block_mask=tuple(stored[mods:]))
 
     def spec_of(self, x: Operands) -> AttentionSpec:
         return ops.spec_to_run(x, self.settings)
@@ -80,7 +81,7 @@ class Call:
     def along(self, tangents: Tensors) -> list[Tensor | None]:
         """Returns the tangents of all inputs from the tangents of the wanted ones."""
         left = iter(tangents)
-        return [next(left) if is_wanted else None for is_wanted in self.wanted]
+        return [_stored(next(left)) if is_wanted else None for is_wanted in self.wanted]
 
     def scattered(self, gradients: Tensors) -> list[Tensor | None]:
         """Returns the gradients of all tensors from the gradients of the wanted ones."""
@@ -120,6 +121,11 @@ def differentiable(x: Operands, settings: ops.Settings, gradients: Tensors, inco
     call = Call(x, settings, wanted, given)
     found = iter(_gradients(call, *incoming, *ops.tensors_of(x)))
     return [next(found) if is_wanted else None for is_wanted in wanted]
+
+
+def _stored(t: Tensor | None) -> Tensor | None:
+    """Returns t with the numbers in its memory, which a kernel reads: a tensor with torch's negative bit has others."""
+    return None if t is None else t.resolve_neg()
 
 
 def _with_zeros(t: Tensor, dim: int) -> Tensor:
@@ -251,7 +257,7 @@ class Tangent(_WithRule):
         spec, along = call.spec_of(x), call.along(rest[call.ends[1] :])
         wanted = [False] * len(along)
         if call.runs_kernels(spec, x, wanted):
-            return triton_second_order.tangent(spec, x, lse, along, call.mod_of(spec, along, wanted))
+            return triton_second_order.tangent(spec, x, lse.resolve_neg(), along, call.mod_of(spec, along, wanted))
         return second_order.tangent(spec, x, along)
 
     @staticmethod
@@ -339,7 +345,8 @@ class DoubleBackward(_WithRule):
         spec = call.spec_of(x)
         if x.dropout_p:
             refuse_own_dropout(spec, call.settings, x)
-        along = call.along(rest[call.ends[1] :])
+        lse, dout = lse.resolve_neg(), dout.resolve_neg()
+        dlse, along = _stored(dlse), call.along(rest[call.ends[1] :])
         if call.runs_kernels(spec, x, call.wanted):
             given, mod = triton_second_order.Given(lse, dout, dlse), call.mod_of(spec, along, call.wanted)
             found = triton_second_order.double_backward(spec, x, given, along, call.wanted, mod)

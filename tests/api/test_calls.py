@@ -275,6 +275,17 @@ def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: 
     assert name in ("dout", "dlse") or keys[1:] == [None] * 4
 
 
+def test_what_a_hook_brings_back_negated_is_read_as_it_is(device: str) -> None:
+    call = {name: value.to(device) for name, value in (base() | BIAS).items() if isinstance(value, Tensor)}
+    leaves = [t.requires_grad_() for t in call.values()]
+    wanted = torch.autograd.grad(flexattn.attention(**call, backend="triton").sin().sum(), leaves)
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(torch.neg, torch._neg_view):
+            out = flexattn.attention(**call, backend="triton")
+        for found, want in zip(torch.autograd.grad(out.sin().sum(), leaves), wanted, strict=True):
+            torch.testing.assert_close(found, want)
+
+
 class Tagged(Tensor):
     """A tensor that refuses access to its memory."""
 

@@ -336,3 +336,24 @@ def test_compiled(dtype: torch.dtype, dim: int, capability: int) -> None:
     assert len(launches) == 5  # a tangent, k with v, q, the bias, the capture
     for report in compile_sound([request_for(launch, capability) for launch in launches]):
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[capability]
+
+
+@pytest.mark.parametrize("name", ["q", "bias", "tangent", "dout"])
+def test_what_is_stored_negated_is_read_as_it_is(name: str) -> None:
+    """The imaginary part of a conjugate is such a view, whose memory has the other sign."""
+    shapes = {"q": (1, 19, 2, 16), "k": (1, 23, 2, 16), "tangent": (1, 19, 2, 16), "dout": (1, 19, 2, 16), "bias": (1, 2, 19, 23)}
+    tensors = {name: randn(*shape).float() for name, shape in shapes.items()}
+
+    def derivatives(t: dict[str, Tensor]) -> list[Tensor]:
+        def call(q: Tensor, bias: Tensor) -> Tensor:
+            return attention(q, t["k"], t["k"], bias=bias, backend="triton")  # type: ignore[no-any-return]
+
+        inputs, along = (t["q"], t["bias"]), (t["tangent"], t["bias"].sin())
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        first = torch.autograd.grad(call(*leaves), leaves, t["dout"], create_graph=True)
+        return [*torch.func.jvp(call, inputs, along), *first, *torch.autograd.grad(first, leaves, along)]
+
+    wanted = derivatives(tensors)
+    found = derivatives(tensors | {name: torch._neg_view(tensors[name].neg())})
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
