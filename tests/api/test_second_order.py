@@ -269,6 +269,11 @@ def test_third_derivatives_are_refused() -> None:
     loss = torch.func.grad(lambda x: torch.func.grad(lambda y: ours(y, *QKV[1:]).pow(2).sum())(x).square().sum())
     with pytest.raises(RuntimeError, match="derivatives up to the second"):
         torch.func.jvp(loss, QKV[:1], ALONG[:1])
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(ours(forward_ad.make_dual(q, ALONG[0]), *QKV[1:])).tangent
+        with pytest.raises(RuntimeError, match=r"backward of a tangent after dual_level\(\), not in it"):
+            torch.autograd.grad(tangent.square().sum(), q, retain_graph=True)
+    torch.autograd.grad(tangent.square().sum(), q)
 
 
 def test_forward_mode_twice_is_refused() -> None:
