@@ -534,8 +534,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused", head_dim=128, width=(65, 80), keys=(65, 128), tokens=(1024, None), mask="open",
          dropout=False, packed=False,
          flops_from=2**31, keys_per_sm_from=64, source=_WINDOWS),
-    # The portable kernels lose time in the last blocks of 77 to 1500 tokens: 7 to 25 % less time than with them at head dim 64, 9 to
-    # 24 % at 72 to 96, and 7 to 16 % at 128 without a mask.
+    # The portable kernels lose time in the last blocks of 77 to 1500 tokens: 7 to 25 % less time than with them at head dim 64, and
+    # 9 to 24 % at 72 to 96. Without a mask, 7 to 16 % less at 128.
     Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask=("open", "causal"), **_PARTIAL,
          tokens_from=65, flops_from=2**28, window_left_from=255, keys_per_sm_from=55, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask=("open", "causal"), tokens=(65, 128), **_PARTIAL,
@@ -640,8 +640,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 1024 keys take 29 % less time than in two kernels.
     Rule(use="sm_90 fused 192", head_dim=256, width=(None, 160), mask="windowed",
          tokens_from=192, flops_from=2**32, window_left_from=255, keys_per_sm_from=128, source=(_WINDOWS, _DRAWN)),
-    # Two kernels pad 160 to 256: 21 % less time at 256 tokens, 34 % at 1024, and 44 to 48 % from 4096 on. Up to 235 tokens take 13 to
-    # 23 % less time than in the portable kernels.
+    # Two kernels pad 160 to 256: 21 % less time at 256 tokens, 34 % at 1024, and 44 to 48 % from 4096 on. Up to 235 tokens take 13
+    # to 23 % less time than in the portable kernels.
     Rule(use="sm_90 fused 192", head_dim=256, width=(None, 160), mask=("open", "causal"),
          tokens_from=192, flops_from=2**33, window_left_from=1023, keys_per_sm_from=128, gain=1.65, source=(_FITTED, _DRAWN)),
     # --- sm_90 two-kernel: the backward in two kernels, beside the portable one. A program of dk and dv has all query heads of
