@@ -113,9 +113,10 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] |
     """
     is_causal = _causal(spec, x)
     mask = None if x.bias is None and is_causal is not None else _mask(spec, x)
+    q, k, v = _bhsd(x.q, spec.q_format), _bhsd(x.k, spec.kv_format), _bhsd(x.v, spec.kv_format)
     with _without_autocast():
         bhsd, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_qkv(spec, x), 0.0, bool(is_causal), attn_mask=mask, scale=x.softmax_scale
+            q, k, v, 0.0, bool(is_causal), attn_mask=mask, scale=x.softmax_scale
         )
         if not math.isfinite(bhsd.sum().item()):
             return None
@@ -135,12 +136,13 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     finite_lse = lse.masked_fill(lse.isneginf(), 0.0)
     if not bool(finite_lse.abs().amax() <= LARGEST_LSE):
         return None
-    out, dout = (_rows(as_bshd(t, spec.q_format)).transpose(1, 2) for t in (out, dout))
+    q, k, v = _bhsd(x.q, spec.q_format), _bhsd(x.k, spec.kv_format), _bhsd(x.v, spec.kv_format)
+    out, dout = _bhsd(out, spec.q_format), _bhsd(dout, spec.q_format)
     is_causal = _causal(spec, x)
     mask = None if x.bias is None and is_causal is not None else _mask(spec, x)
     with torch.no_grad(), _without_autocast():
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *_qkv(spec, x), out, finite_lse, 0.0, bool(is_causal), attn_mask=mask, scale=x.softmax_scale
+            dout, q, k, v, out, finite_lse, 0.0, bool(is_causal), attn_mask=mask, scale=x.softmax_scale
         )
     if mask is not None and x.bias is None and not _are_finite(gradients):
         return None
@@ -187,7 +189,7 @@ class KeptBackward(KeptForward):
         if not lse.abs().amax().item() <= LARGEST_LSE:
             return self.otherwise(tensors)
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
-        out, dout = (_rows(t).permute(self.to_bhsd[0]) for t in (out, dout))
+        out, dout = (_bhsd(t.permute(self.to_bhsd[0]), "bhsd") for t in (out, dout))
         gradients = _backward_op(dout, *qkv, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale)
         if self.mask is not None and not _are_finite(gradients):
             return self.otherwise(tensors)
@@ -212,19 +214,11 @@ def _contiguous(t: Tensor) -> Tensor:
     return copy.data  # autograd refuses writes to a view that a Function makes
 
 
-def _rows(t: Tensor) -> Tensor:
-    """Returns t with a last stride of 1. The operator assumes that stride, and reads the others."""
+def _bhsd(t: Tensor, fmt: str) -> Tensor:
+    """Returns a tensor as bhsd with a last stride of 1. The operator assumes that stride, and reads the others."""
+    t = t.detach() if t.requires_grad else t
+    t = t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2)
     return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
-    """Returns q, k and v as bhsd, in rows for the operator."""
-    bhsd = []
-    for tensor, fmt in ((x.q, spec.q_format), (x.k, spec.kv_format), (x.v, spec.kv_format)):
-        t = tensor.detach() if tensor.requires_grad else tensor
-        t = t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2)
-        bhsd.append(t if t.stride(-1) == 1 else t.contiguous())  # as `_rows`, without a call: this is the path of small calls
-    return tuple(bhsd)
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
