@@ -226,7 +226,7 @@ SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*
 
 def reason_of(e: Exception, warned: Sequence[str] = ()) -> str:
     """Returns one line with the error and the warnings before it, without advice."""
-    head = str(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {e}"
+    head = str(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {e}".removesuffix(": ")
     if isinstance(e, BackendError):
         *_, head = str(e).splitlines()[:2]  # the second has the backend's reason; the others' reasons follow
     lines = [[line for line in text.splitlines() if not line.strip().startswith(ADVICE)] for text in [head, *warned]]
