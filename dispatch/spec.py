@@ -430,7 +430,7 @@ def _shared_fields(kind: Any) -> tuple[tuple[str, ...], Callable[[Operands], tup
     return names, operator.attrgetter(*names)
 
 
-TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first.
+TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
 NUM_TENSORS = len(TENSOR_FIELDS)
 
 
@@ -449,7 +449,7 @@ class Gradients(NamedTuple):
         return (*self[:-1], *(self.dmod_tensors or ()))
 
 
-DIFFERENTIABLE = tuple(name.removeprefix("d") for name in Gradients._fields[:-1])  # operands with a gradient.
+DIFFERENTIABLE = tuple(name.removeprefix("d") for name in Gradients._fields[:-1])  # operands with a gradient
 
 
 def as_bshd(x: Tensor, fmt: str) -> Tensor:

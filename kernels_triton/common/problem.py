@@ -154,9 +154,7 @@ class Meta(NamedTuple):
     HEADS: int = 1  # query heads of a forward's tile; its rows are the first query of each head, then the second, ..
     GROUP: int = 1  # rows of one query: the next power of two from HEADS; the last rows may belong to no head
     IS_LATENT: bool = False  # the forward takes v from the tile of k
-    ASKS_OF_BLOCKS: bool = (
-        False  # the forward applies the mask_mod's block test before it evaluates the mask_mod for each query and key
-    )
+    ASKS_OF_BLOCKS: bool = False  # the forward tests the mask_mod of a block before it evaluates each query and key
     MASKS_KEYS: bool = False  # a mask_mod of keys alone, beside a bias: the forward loads it for the next tile ahead
     OVERLAPS: bool = False  # the forward begins while the kernel before it runs, and lets the next one begin (`launch_order`)
     IS_NEAR: bool = False  # a forward with a bias addresses the keys of a head with 32 bits

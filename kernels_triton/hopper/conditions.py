@@ -161,7 +161,8 @@ def fitted_fused_tile(problem: Problem) -> tiles.HopperFusedTile | None:
     widest = max(x.q.shape[-1], x.v.shape[-1])
     if not 64 < widest <= 96:
         return None
-    return tiles.HOPPER_FUSED_FITTED[f"d{80 if widest <= 80 else 96}_{fastest_tile('sm_90 fused fitted', facts_of(x))}"]
+    columns = 80 if widest <= 80 else 96
+    return tiles.HOPPER_FUSED_FITTED[f"d{columns}_{fastest_tile('sm_90 fused fitted', facts_of(x))}"]
 
 
 def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
