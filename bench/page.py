@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,8 @@ OLDER = {  # by the GPUs whose code they time
     "an A100": ["mma_sm_80_h200.json", "mma_sm_80_192_h200.json", "mma_sm_80_tiles_h200.json"],
     "RTX 40, L4 and L40": ["mma_sm_89_h200.json", "mma_sm_89_more_h200.json", "mma_sm_89_tiles_h200.json"],
 }
-DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
+DECODE, STEPS = ("decode_peers_h200.json", "decode_mla_h200.json"), "transformers_h200.json"
+SERVING = "decode_peers_h100.json"
 PUBLISHED = "models_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 NOT_SHOWN = ("flexattn", "python", "cuda")  # versions, which the file has
@@ -48,15 +49,18 @@ PLOTS = "plots"  # the folder beside the page
 
 DECODE_PEERS = {
     "flash-attn 4": ("flash-attn 4",),
-    "vLLM": ("vLLM, Triton",),
-    "SGLang": ("SGLang, 8 splits", "SGLang, 32 splits"),
     "SDPA cuDNN": ("SDPA cuDNN, dense",),
     "FlexAttention": ("FlexAttention, dense",),
 }
+SERVING_PEERS = {"vLLM": ("vLLM, Triton",), "SGLang": ("SGLang, 8 splits", "SGLang, 32 splits")}
+SERVING_STEPS = (
+    *("64 x 8192, page 16", "128 decodes, page 16", "1 x 131072, page 64", "131072 among 63 x 1024, page 16"),
+    *("2 prefills and 128 decodes, page 16", "MLA 128 heads, 128 x 4096, page 64", "MLA 16 heads, 32 x 8192, page 64"),
+)
+"""Steps of `SERVING` on the page: the kernels of some others have had faster tiles since that run."""
 DECODE_PLOTTED = (
     *("1 x 1024, page 16", "64 x 8192, page 16", "64 x 8192, page 1", "1 x 131072, page 64", "128 decodes, page 16"),
     *("131072 among 63 x 1024, page 16", "2048 queries over 32768, page 16", "2 prefills and 128 decodes, page 16"),
-    "MLA 128 heads, 128 x 4096, page 64",
 )
 MODELS = {"llama": "Llama", "mistral": "Mistral", "gemma2": "Gemma 2", "gpt_oss": "gpt-oss"}
 
@@ -68,6 +72,7 @@ class Sources(NamedTuple):
     second: Record
     memory: Record
     decode: Content
+    serving: Content
     steps: Content
     older: Mapping[str, Sequence[Record]]  # by the GPUs whose code they time
     models: Record | None = None
@@ -77,10 +82,11 @@ class Sources(NamedTuple):
 def sources() -> Sources:
     """Reads the result files. Raises OSError outside of a checkout, because only a checkout has them."""
     main, second = record.read(RESULTS / MAIN), regret.with_auto(record.read(RESULTS / SECOND))
-    decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
+    *decodes, serving, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (*DECODE, SERVING, STEPS))
+    decode = decodes[0] | {"rows": [row for run in decodes for row in run["rows"]]}
     older = {gpus: [record.read(RESULTS / name) for name in names] for gpus, names in OLDER.items()}
     models = record.read(RESULTS / PUBLISHED) if (RESULTS / PUBLISHED).is_file() else None
-    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps, older, models)
+    return Sources(main, second, record.read(RESULTS / MEMORY), decode, serving, steps, older, models)
 
 
 # ---- texts of the page and the README about a run
@@ -178,24 +184,25 @@ def plots(found: Sources) -> dict[str, str]:
         if name == "h200":
             files |= {f"packed_{direction}_{name}.svg": drawn[f"ragged_{direction}"] for direction in ("forward", "backward")}
     return files | {
-        "decode_h100.svg": _decode_plot(found.decode),
+        "decode_h200.svg": _decode_plot(found.decode),
         "transformers_h200.svg": _steps_plot(found.steps),
         "memory.svg": dict(charts.figures(found.memory))["memory_both"],
     }
 
 
-def _decode_times(decode: Content) -> dict[str, dict[str, float]]:
+def _decode_times(decode: Content, peers_of_libraries: Mapping[str, Sequence[str]]) -> dict[str, dict[str, float]]:
     """Returns microseconds by cell, then by name: of implementations that are one peer the fastest."""
     found: dict[str, dict[str, float]] = {}
     for cell in CELLS:
         us = {row["implementation"]: row["us"] for row in decode["rows"] if row["cell"] == cell and row.get("us")}
-        peers = {peer: [us[name] for name in names if name in us] for peer, names in DECODE_PEERS.items()}
-        found[cell] = {"flexattn": us["flexattn"]} | {peer: min(times) for peer, times in peers.items() if times}
+        peers = {peer: [us[name] for name in names if name in us] for peer, names in peers_of_libraries.items()}
+        if "flexattn" in us:
+            found[cell] = {"flexattn": us["flexattn"]} | {peer: min(times) for peer, times in peers.items() if times}
     return found
 
 
 def _decode_plot(decode: Content) -> str:
-    times = _decode_times(decode)
+    times = _decode_times(decode, DECODE_PEERS)
     panels = [
         Panel(
             cell,
@@ -259,14 +266,14 @@ def slower_table(found: Record) -> Table:
     return Table("", ["speed", "faster implementation"], rows)
 
 
-def decode_table(decode: Content) -> Table:
-    """Returns flexattn's microseconds, and its speed relative to each peer."""
+def decode_table(decode: Content, libraries: Mapping[str, Sequence[str]], steps: Collection[str] = tuple(CELLS)) -> Table:
+    """Returns flexattn's microseconds in each step, and its speed relative to each library."""
     rows = [
-        (cell, [microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in DECODE_PEERS)])
-        for cell, us in _decode_times(decode).items()
-        if len(us) > 1 and (ours := us["flexattn"])
+        (cell, [microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in libraries)])
+        for cell, us in _decode_times(decode, libraries).items()
+        if len(us) > 1 and cell in steps and (ours := us["flexattn"])
     ]
-    return Table("", ["flexattn, us", *DECODE_PEERS], rows)
+    return Table("", ["flexattn, us", *libraries], rows)
 
 
 def host_table(found: Record) -> Table:
@@ -309,9 +316,10 @@ def _sources(found: Sources) -> str:
         alike.setdefault(f"{run.device['name']}, {_day(run)[:10]}, {versions}", []).append(name)
     for facts, names in alike.items():
         lines.append(f"- {', '.join(f'[{name}](../bench/results/{name})' for name in names)}: {facts}")
-    for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
+    for name, content in ((DECODE[0], found.decode), (SERVING, found.serving), (STEPS, found.steps)):
+        libraries = (SERVING_PEERS if name == SERVING else DECODE_PEERS) if "peers" in content else {}
         versions = f"torch {content['versions']['torch']}" + "".join(
-            f", {peer} {content['peers'][names[0]]}" for peer, names in DECODE_PEERS.items() if "peers" in content
+            f", {peer} {content['peers'][names[0]]}" for peer, names in libraries.items()
         )
         versions += f", transformers {content['transformers']}" if "transformers" in content else ""
         device, day = content["device"]["name"], content["started"][:10]
@@ -358,7 +366,8 @@ SWEEP_CORNER = "direction, head dim, mask"
 BLOCKS: dict[str, Callable[[Sources], str]] = {
     "the runs' cells": lambda s: f"{claim(s.main)}\n\n{_second(s)}",
     "training step": lambda s: llama_step(s.steps),
-    "decode": lambda s: decode_table(s.decode).markdown("step"),
+    "decode": lambda s: decode_table(s.decode, DECODE_PEERS).markdown("step"),
+    "decode, serving engines": lambda s: decode_table(s.serving, SERVING_PEERS, SERVING_STEPS).markdown("step"),
     "memory": lambda s: memory_table(s.main).markdown("implementation"),
     "implementations": lambda s: f"{peer_table(s.main).markdown('implementation')}\n\n{dense_mask_note(s.main)}",
     "sweep": lambda s: sweep_table(s.main).markdown(SWEEP_CORNER),

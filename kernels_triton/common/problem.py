@@ -408,8 +408,7 @@ class Problem:
         capability = capability_of(self.device) if capability is None else capability
         head_dims = tiles.LATENT if table is tiles.FORWARD and self.is_latent and not self.is_batch_invariant else self.head_dims
         row = tiles.row_of(table, capability, self.q.element_size(), head_dims)
-        own = row.few if self._has_few_queries else row.blocks if self._has_small_blocks else None
-        tile = own or tiles.select_tile(
+        tile = self._tile_for_rows(row) or tiles.select_tile(
             table,
             capability,
             self.q.element_size(),
@@ -429,17 +428,16 @@ class Problem:
         """Returns the tile with sides that divide the sides of the block mask's blocks."""
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
 
-    @property
-    def _has_small_blocks(self) -> bool:
-        return self.block_mask is not None and self.block_mask.block_size_q <= 64 and not self.is_loaded
-
-    @property
-    def _has_few_queries(self) -> bool:
-        return (
-            not self.is_loaded
-            and not self.is_batch_invariant
-            and self.longest_q * tiles.slots_of_heads(self.group_size) <= tiles.FEW
-        )
+    def _tile_for_rows(self, row: tiles.Row) -> Tile | None:
+        """Returns the tile for few queries or for small blocks of a block mask, if this problem has them."""
+        if self.is_loaded:
+            return None
+        rows = self.longest_q * tiles.slots_of_heads(self.group_size)
+        if rows <= tiles.FEW and row.few is not None and not self.is_batch_invariant:
+            return row.few
+        if self.block_mask is not None and self.block_mask.block_size_q <= 64:
+            return row.blocks
+        return row.half if rows <= tiles.HALF and not self.is_batch_invariant else None
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """Returns the constants of a kernel with this tile that also accesses the tensors `others`."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Band, Lengths, Pointer, Rows
-from flexattn.kernels_triton.common.crossovers import SPLIT_KEYS, SPLIT_MOST, Facts, deciding, slower
+from flexattn.kernels_triton.common.crossovers import SPLIT_COST, SPLIT_KEYS, SPLIT_MOST, SPLIT_ROW_COST, Facts, deciding, slower
 from flexattn.kernels_triton.common.exponents import LN2, LOG2E
 from flexattn.kernels_triton.common.facts import key_bytes
 from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
@@ -86,7 +86,22 @@ def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
         return 1
     if _is_split_by_lengths(problem):
         return BY_LENGTHS
+    count = _most_splits(problem, tiles, programs)
+    return count if _saves_time(problem, count) else 1
+
+
+def _most_splits(problem: Problem, tiles: int, programs: int) -> int:
     return max(1, min(programs // tiles, most_keys(problem) // SPLIT_KEYS, SPLIT_MOST))
+
+
+def _rows_of_out(problem: Problem) -> int:
+    return problem.batch * problem.num_heads * problem.longest_q
+
+
+def _saves_time(problem: Problem, count: int) -> bool:
+    """Returns whether a program passes enough keys less than without a split to make up for combining the parts."""
+    keys = most_keys(problem)
+    return keys - keys // count >= SPLIT_COST + SPLIT_ROW_COST * _rows_of_out(problem)
 
 
 def _unsplit(problem: Problem) -> str | None:
@@ -118,6 +133,8 @@ def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
         return Splits(count, reason)
     if count == BY_LENGTHS:
         return Splits(count, f"{programs} programs evenly share the work of {tiles} tiles with up to {keys} keys each")
+    if _most_splits(problem, tiles, programs) > count:
+        return Splits(count, f"combining parts of {_rows_of_out(problem)} rows takes longer than passing up to {keys} keys")
     return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs")
 
 

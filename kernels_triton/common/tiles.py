@@ -66,6 +66,7 @@ class Row(NamedTuple):
     open: Tile | None = None  # for a band that is open on both sides: no block is cut, so larger blocks waste nothing
     short: Tile | None = None  # for at most SHORT queries and keys: two small programs hide each other's latency at their ends
     few: Tile | None = None  # for a forward of at most FEW queries: small programs hide each other's waits for keys
+    half: Tile | None = None  # for a forward of at most HALF queries, and more than FEW: larger tiles would be half empty
     tiny: Tile | None = None  # if a bias or dropout is loaded, for at most TINY queries and keys, which one block holds
     biased: Tile | None = None  # for a `Loaded.bias_align` of 8: narrower loads need more registers
     biased_brief: Tile | None = None  # for one of 1 or more, and at most BRIEF queries and keys
@@ -100,6 +101,9 @@ SMALL_MEMORY = (86, 89, 120)
 
 FEW = 16
 """Most queries for `Row.few`, those of all heads of a key head together: the rows of the smallest product."""
+
+HALF = 64
+"""Most queries for `Row.half`, counted in the same way."""
 
 
 # By (compute capability, bytes of an element). A device uses the rows of the newest capability that is not newer than its own. A
@@ -143,6 +147,7 @@ FORWARD: Table = {
             biased_brief=Tile(64, 32, 4, 3, registers=80),
             biased_band=Tile(64, 64, 4, 3, registers=96),
             biased_mask=Tile(64, 64, 4, 3, registers=96),
+            few=Tile(16, 128, 4, 2),
         ),
         Row(
             128,
@@ -152,6 +157,7 @@ FORWARD: Table = {
             biased=Tile(128, 64, 8, 3, registers=128),
             biased_brief=Tile(64, 32, 4, 3, registers=128),
             biased_band=Tile(64, 64, 4, 2, registers=128),
+            few=Tile(16, 64, 4, 3),
         ),
         Row(
             192,
@@ -159,10 +165,20 @@ FORWARD: Table = {
             Tile(64, 32, 4, 3),
             biased=Tile(64, 32, 4, 3, registers=128),
             biased_brief=Tile(64, 32, 4, 3, registers=128),
+            few=Tile(16, 128, 4, 2),
+            half=Tile(64, 64, 4, 3),
         ),
-        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), short=Tile(128, 32, 8, 3), blocks=Tile(64, 64, 4, 3)),
-        Row(384, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
-        Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), blocks=Tile(64, 32, 4, 2)),
+        Row(
+            256,
+            Tile(128, 64, 8, 3),
+            Tile(64, 32, 4, 3),
+            short=Tile(128, 32, 8, 3),
+            few=Tile(16, 128, 4, 2),
+            half=Tile(64, 64, 4, 3),
+            blocks=Tile(64, 64, 4, 3),
+        ),
+        Row(384, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), few=Tile(16, 64, 4, 3), half=Tile(64, 64, 4, 3)),
+        Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), few=Tile(16, 64, 4, 3), blocks=Tile(64, 32, 4, 2)),
         Row(640, Tile(64, 32, 8, 3), Tile(64, 16, 8, 2)),
         Row(1088, Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),
     ),

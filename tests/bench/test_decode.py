@@ -106,18 +106,27 @@ def test_without_a_device_it_lists_cells_and_measures_nothing(capsys: pytest.Cap
             decode.main([])
 
 
-def test_the_page_has_the_files_times_of_the_peers() -> None:
+@pytest.mark.parametrize(
+    ("block", "files", "libraries", "steps"),
+    [
+        ("decode", page.DECODE, page.DECODE_PEERS, tuple(decode_cells.CELLS)),
+        ("decode, serving engines", (page.SERVING,), page.SERVING_PEERS, page.SERVING_STEPS),
+    ],
+)
+def test_the_page_has_the_files_times_of_the_peers(
+    block: str, files: tuple[str, ...], libraries: dict[str, tuple[str, ...]], steps: tuple[str, ...]
+) -> None:
     """docs/performance.md: flexattn's time, and the others' divided by it; the lowest if a library has several."""
-    rows = json.loads((ROOT / "bench" / "results" / page.DECODE).read_text("utf-8"))["rows"]
+    rows = [row for name in files for row in json.loads((ROOT / "bench" / "results" / name).read_text("utf-8"))["rows"]]
     times = {(row["cell"], row["implementation"]): row["us"] for row in rows if row["status"] == "measured"}
     wanted = []
     for name in decode_cells.CELLS:
-        here = times[name, "flexattn"]
-        found = [[times[name, one] for one in ones if (name, one) in times] for ones in page.DECODE_PEERS.values()]
-        if any(found):
+        here = times.get((name, "flexattn"), 0.0)
+        found = [[times[name, one] for one in ones if (name, one) in times] for ones in libraries.values()]
+        if here and any(found) and name in steps:
             us = f"{here:,.0f}" if here >= 100 else f"{here:.1f}"
             wanted.append((name, us, *(f"{min(us) / here:.2f}" if us else "-" for us in found)))
-    text = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("(decode): begin -->")[2].partition("<!-- end -->")[0]
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8").partition(f"({block}): begin -->")[2].partition("<!-- end -->")[0]
     table = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in text.splitlines() if line.startswith("| ")]
     assert table[1:] == wanted
     assert {row["status"] for row in rows} == {"measured", "refused"}

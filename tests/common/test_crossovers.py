@@ -41,6 +41,7 @@ CALL = {
     "blocks_per_sm": 100,
     "rows_of_one_wave": 0,
     "queries": 2048,
+    "query_rows": 2048,
 }
 
 

@@ -36,7 +36,7 @@ from tests.support.fp8_calls import make_fp8_call
 from tests.support.gluon_calls import HARMLESS, without_gpu
 from tests.support.inject import Fault, assign, copy_with, drop, kernels_with, with_argument
 
-LEAST_KEYS, MOST_QUERIES = 1024, 128  # from the rules for splits
+LEAST_KEYS, MOST_QUERIES = 1024, 1024  # from the rules for splits
 GPU = torch.cuda.is_available()
 HAS_HOPPER = GPU and capability_of(torch.device("cuda")) == 90
 FAMILIES = ("never", "always") if HAS_HOPPER else ("never",)
@@ -269,7 +269,11 @@ def problem_of(sq: int, skv: int, heads: int = 32, dim: int = 128, dtype: torch.
         (problem_of(1, 4096), 1, 4096 // SPLIT_KEYS),
         (problem_of(1, LEAST_KEYS), 8, LEAST_KEYS // SPLIT_KEYS),
         (problem_of(1, LEAST_KEYS - 1), 8, 1),
+        (problem_of(MOST_QUERIES, 65536), 8, 16),
         (problem_of(MOST_QUERIES + 1, 65536), 8, 1),
+        (problem_of(512, 4096, 8), 32, 4),
+        (problem_of(512, 2048, 8), 32, 1),  # combining 4,096 rows takes longer than passing 1,536 keys
+        (problem_of(1, 1024), 66, 1),
         (problem_of(16, 65536, window_right=0), 8, 1),  # on the top left diagonal they see 16 keys
         (problem_of(16, 65536, window_right=0, bottom_right=True), 8, 16),
         (problem_of(1, 65536, window_left=2047, window_right=0, bottom_right=True), 8, 16),

@@ -42,6 +42,7 @@ FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 # on sm_90 would spill nothing, but multiply half as much at a time.
 LOOP_SPILLS = dict.fromkeys(("hybrid", "plain", "blocks", "short", "open", "latent", "alibi"), 0.01) | {
     "few": 0.0,
+    "half": 0.0,
     "full": 0.08,
     "fp32": 0.08,
     "wide": 0.03,
@@ -100,8 +101,8 @@ def _launches(case: Case) -> list[Launch]:
     length = lengths.get(case.features, configs.SHORT + 1)
     shape = (2 * length, heads) if full else (2, length, heads)
     q, k = (torch.zeros(*shape, d_qk, dtype=case.dtype) for _ in "qk")
-    if case.features == "few":
-        q = q[:, :1].contiguous()
+    if case.features in ("few", "half"):
+        q = q[:, : 1 if case.features == "few" else configs.HALF].contiguous()
     v, dout = (torch.zeros(*shape, d_v, dtype=case.dtype) for _ in "vo")
     if case.features == "latent":
         v = k[..., :d_v]
@@ -181,7 +182,8 @@ ALL = [
     *_cases("forward dq dkdv", (90,), torch.float16, ((128, 128),), "plain"),
     *_cases("dq dkdv", (80, 86, 89, 120), torch.bfloat16, HEAD_DIMS, "alibi"),
     *_cases("forward dq dkdv", SMS, torch.bfloat16, UNEVEN_HEAD_DIMS, "plain"),
-    *_cases("forward", (80, 86, 89, 120), torch.bfloat16, (*HEAD_DIMS, *UNEVEN_HEAD_DIMS), "few"),
+    *_cases("forward", (80, 86, 89, 90, 120), torch.bfloat16, (*HEAD_DIMS, *UNEVEN_HEAD_DIMS), "few"),
+    *_cases("forward", (90,), torch.bfloat16, ((96, 96), (128, 128), (192, 128)), "half"),
     *_cases("forward dq dkdv dbias", SMS, torch.bfloat16, ((64, 64), (128, 128), (192, 128), (256, 256)), "full"),
     *_cases("forward dq dkdv", SMS, torch.float32, ((64, 64), (128, 128), (256, 256)), "plain"),
     *_cases("forward dq dkdv dbias", (90,), torch.float32, ((128, 128),), "full"),
@@ -381,20 +383,34 @@ def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
             assert parts in ((row.tiny, row.loaded) if row.tiny is None or row.tiny.num_stages > 1 else (row.loaded,))
 
 
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("heads_kv", "queries", "is_few"), [(2, 4, True), (2, 5, False), (8, 16, True), (8, 17, False), (1, 2, True)]
+    ("heads_kv", "queries", "name"),
+    [
+        (2, 4, "few"),
+        (2, 5, "half"),
+        (8, 16, "few"),
+        (8, 17, "half"),
+        (8, 64, "half"),
+        (8, 65, "tile"),
+        (2, 17, "tile"),
+        (1, 2, "few"),
+    ],
 )
-def test_few_queries_have_a_tile(heads_kv: int, queries: int, is_few: bool) -> None:
+def test_few_queries_have_a_tile(heads_kv: int, queries: int, name: str, capability: int) -> None:
     """A query of n heads of one key head is n queries, rounded up to a power of two."""
     q, k = torch.zeros(1, queries, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 4096, heads_kv, 128, dtype=torch.bfloat16)
     problem = Problem(q, k, k, softmax_scale=0.1)
-    row = configs.row_of(configs.FORWARD, 80, 2, 256)
-    assert problem.tile(configs.FORWARD, 80) == (row.few if is_few else row.tile)
-    assert dataclasses.replace(problem, is_batch_invariant=True).tile(configs.FORWARD, 80) == row.tile
+    row = configs.row_of(configs.FORWARD, capability, 2, 256)
+    expected = getattr(row, name) or row.tile
+    assert row.few is not None
+    assert (row.half is not None) == (capability == 90)
+    assert problem.tile(configs.FORWARD, capability) == expected
+    assert dataclasses.replace(problem, is_batch_invariant=True).tile(configs.FORWARD, capability) == row.tile
     slopes = torch.zeros(8)
-    assert dataclasses.replace(problem, alibi_slopes=slopes).tile(configs.FORWARD, 80) == (row.few if is_few else row.tile)
-    assert dataclasses.replace(problem, bias=torch.zeros(1, 8, queries, 4096)).tile(configs.FORWARD, 80) == row.loaded
-    assert problem.tile(configs.FORWARD, 90) != row.few
+    assert dataclasses.replace(problem, alibi_slopes=slopes).tile(configs.FORWARD, capability) == expected
+    biased = dataclasses.replace(problem, bias=torch.zeros(1, 8, queries, 4096))
+    assert biased.tile(configs.FORWARD, capability) == row.loaded
 
 
 def test_batch_invariant_calls_have_one_tile_wherever_v_is() -> None:

@@ -1,6 +1,6 @@
 """Times of each kernel and tile of sm_90 in calls of few tokens or little work, and in long ones, beside the portable kernels.
 
-    python -m tests.device.small_calls --out small_calls.json [--minutes 4] [--only PATTERN ...] [--drawn COUNT]
+    python -m tests.device.small_calls --out small_calls.json [--minutes 4] [--only PATTERN ...] [--calls few | --drawn COUNT]
 
 A row is a direction of a call: the microseconds of each candidate, whose results are compared with the portable kernel's, and the
 candidate that `auto` takes. `crossovers` has the rules that follow from it.
@@ -28,7 +28,7 @@ from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common import tiles
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
-from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.device import Tile, pretended_device
 
 WORST = 0.03  # of the largest element
 BUDGET_MS = 8.0  # device time of each candidate
@@ -38,11 +38,28 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal": {"window_right": 0},
     "softcap": {"window_right": 0, "softcap": 20.0},
     "window": {"window_left": 255, "window_right": 0},
+    "last": {"window_right": 0, "bottom_right": True},
+    "last 128": {"window_left": 127, "window_right": 0, "bottom_right": True},
+    "last 1024": {"window_left": 1023, "window_right": 0, "bottom_right": True},
 }
+MANY_MASKS = ("open", "causal", "softcap", "window")
+"""Masks of calls with many queries. The others are bands of the last keys."""
 EVEN_LENGTHS = (256, 512, 1024, 2048, 4096)
 LENGTHS = (64, 77, 96, 128, 160, 197, 256, 320, 384, 512, 577, 768, 1024, 1500, 2048, 4096)
+UNEQUAL_LENGTHS = (
+    *((128, 512), (128, 2048), (128, 4096), (256, 1024), (256, 4096), (512, 2048), (512, 4096), (1024, 4096)),
+    *((1024, 256), (2048, 256), (2048, 512), (4096, 1024)),
+)
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 DRAWN_HEAD_DIMS = ((32, 32), (48, 48), (64, 64), (112, 112), (128, 128), (160, 160))
+
+# Few queries
+FEW_HEADS = {(32, 32): (64, 8), (64, 64): (64, 8), (96, 96): (32, 8), (128, 128): (32, 8), (192, 128): (32, 8), (256, 256): (16, 8)}
+CACHES = ((1, 256), (1, 1024), (1, 4096), (1, 32768), (4, 512), (8, 4096), (16, 256), (16, 1024), (64, 512), (64, 2048), (64, 8192))
+FEW_TILES = (Tile(16, 64, 4, 3), Tile(16, 128, 4, 2))
+"""Tiles of the portable kernel beside its own, for at most 16 rows."""
+HALF_TILES = (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3))
+"""The same for at most 64 rows."""
 
 
 class Shape(NamedTuple):
@@ -54,12 +71,19 @@ class Shape(NamedTuple):
     head_dim_qk: int
     head_dim_v: int
     mask: str
+    page: int = 0  # keys of a page; 0: no pages
 
     def __str__(self) -> str:
         dims = f"{self.head_dim_qk}" if self.head_dim_qk == self.head_dim_v else f"{self.head_dim_qk}/{self.head_dim_v}"
         tokens = f"{self.queries}" if self.queries == self.keys else f"{self.queries} of {self.keys} keys"
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
-        return f"{dims} {self.mask} {self.batch} x {tokens} x {heads}"
+        pages = f" in pages of {self.page}" if self.page else ""
+        return f"{dims} {self.mask} {self.batch} x {tokens} x {heads}{pages}"
+
+    @property
+    def is_few(self) -> bool:
+        """True for the calls of `few_shapes`, whose keys are in a cache."""
+        return self.page > 0 or self.mask not in MANY_MASKS
 
 
 class Calls(NamedTuple):
@@ -67,11 +91,30 @@ class Calls(NamedTuple):
     backward: Backward
 
 
+def few_shapes() -> Iterator[Shape]:
+    """Yields calls of a few queries over a cache of keys, as in decoding."""
+    for dims, heads in FEW_HEADS.items():
+        for page in (0, 1, 16):
+            for batch, keys in CACHES:
+                yield Shape(batch, 1, keys, *heads, *dims, "last", page)
+            for batch, keys in CACHES[1::3]:
+                yield Shape(batch, 1, keys, 32, 32, *dims, "last", page)
+            for mask in ("last 128", "last 1024"):
+                for batch in (4, 64):
+                    yield Shape(batch, 1, 8192, *heads, *dims, mask, page)
+            for queries in (4, 16):
+                for batch, keys in ((1, 4096), (16, 1024), (64, 2048)):
+                    yield Shape(batch, queries, keys, 32, 8, *dims, "last", page)
+        for queries in (32, 64):
+            for batch, keys in ((1, 4096), (16, 1024), (8, 4964), (64, 2048)):
+                yield Shape(batch, queries, keys, 16, 16, *dims, "last")
+
+
 def shapes() -> Iterator[Shape]:
     """Yields calls of 2**13 to 2**17 tokens of all heads, grouped heads, and few keys of many queries."""
     for dims in HEAD_DIMS:
         is_wide = dims[0] > 128
-        for mask in MASKS:
+        for mask in MANY_MASKS:
             is_plain = mask in ("open", "causal")
             for tokens in EVEN_LENGTHS if is_wide or not is_plain else LENGTHS:
                 for work in (13, 15, 17):
@@ -95,11 +138,29 @@ def shapes() -> Iterator[Shape]:
                 yield Shape(batch, queries, keys, 16, 16, *dims, "open")
 
 
+def unequal_shapes() -> Iterator[Shape]:
+    """Yields calls with more keys than queries or fewer, and all masks at head dim 160."""
+    for dims in ((64, 64), (96, 96), (128, 128), (160, 160), (256, 256)):
+        for queries, keys in UNEQUAL_LENGTHS:
+            for batch, heads in ((1, 1), (1, 8), (4, 16)):
+                yield Shape(batch, queries, keys, heads, heads, *dims, "open")
+            yield Shape(1, queries, keys, 32, 8, *dims, "open")
+    for mask in MANY_MASKS:
+        for tokens in (128, 200, *EVEN_LENGTHS):
+            for work in (13, 15, 17):
+                sequences = max(1, 2**work // tokens)
+                heads = min(16, sequences)
+                yield Shape(sequences // heads, tokens, tokens, heads, heads, 160, 160, mask)
+
+
+CALLS = {"small": shapes, "few": few_shapes, "unequal": unequal_shapes}
+
+
 def drawn_shapes(count: int) -> Iterator[Shape]:
     """Yields random calls, to judge rules by calls that they do not come from."""
     draw = random.Random(count)
     for _ in range(count):
-        dims, mask, group = draw.choice(DRAWN_HEAD_DIMS), draw.choice(tuple(MASKS)), draw.choice((1, 1, 4))
+        dims, mask, group = draw.choice(DRAWN_HEAD_DIMS), draw.choice(MANY_MASKS), draw.choice((1, 1, 4))
         queries = int(2 ** draw.uniform(6, 12.5))
         keys = int(2 ** draw.uniform(6, 12.5)) if mask == "open" and draw.random() < 0.5 else queries
         sequences = max(1, int(2 ** draw.uniform(12, 17.5)) // max(queries, keys))
@@ -117,7 +178,14 @@ def calls_of(shape: Shape, device: str = "cuda") -> Calls:
     q = rows(shape.queries, shape.heads, shape.head_dim_qk)
     k, v = (rows(shape.keys, shape.heads_kv, head_dim) for head_dim in (shape.head_dim_qk, shape.head_dim_v))
     out, dout = (rows(shape.queries, shape.heads, shape.head_dim_v) for _ in range(2))
-    problem = Problem(q, k, v, softmax_scale=shape.head_dim_qk**-0.5, **MASKS[shape.mask])
+    cache: dict[str, Any] = {}
+    if shape.is_few:
+        cache["seqused_kv"] = torch.full((shape.batch,), shape.keys, dtype=torch.int32, device=device)
+    if shape.page:
+        k, v = (t.view(-1, shape.page, *t.shape[2:]) for t in (k, v))
+        order = torch.randperm(k.shape[0], device=device, generator=generator, dtype=torch.int32)
+        cache |= {"page_table": order.view(shape.batch, -1), "max_seqlen_kv": shape.keys}
+    problem = Problem(q, k, v, softmax_scale=shape.head_dim_qk**-0.5, **MASKS[shape.mask], **cache)
     lse = torch.empty(shape.batch, shape.heads, shape.queries, device=device)
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     return Calls(Forward(problem, out, lse), Backward(problem, out, lse, dout, None, dq, dk, dv))
@@ -128,6 +196,8 @@ def _tiles_of(family: families.Family[Any], call: Any) -> dict[str, Any]:
     x = call.problem
     width, is_softcap = facts_of(x)["head_dim"], x.softcap > 0
     named: dict[str, Any] = {}
+    if x.seqused_kv is not None:
+        return {"": family.tile(call)}
     if family is families.HOPPER_FORWARD:
         columns = {"d48", "d64"} if max(x.q.shape[-1], x.v.shape[-1]) <= 48 else {f"d{width}"}
         named = {n: t for n, t in tiles.HOPPER_FORWARD.items() if n.partition("_")[0] in columns and "paged" not in n}
@@ -146,13 +216,18 @@ def _tiles_of(family: families.Family[Any], call: Any) -> dict[str, Any]:
 
 
 def candidates(call: Forward | Backward) -> dict[str, tuple[families.Family[Any], Any]]:
-    """Returns a family and a tile for each name; "portable" is the first."""
+    """Returns a family and a tile for each name; the portable kernel with its own tile is the first."""
     forward = isinstance(call, Forward)
     portable: families.Family[Any] = families.PORTABLE_FORWARD if forward else families.PORTABLE_BACKWARD
     others: tuple[families.Family[Any], ...] = (families.HOPPER_FORWARD,)
     if not forward:
         others = (families.HOPPER_FUSED, families.HOPPER_FUSED_192, families.HOPPER_TWO_KERNELS)
-    found = {"portable": (portable, portable.tile(call))}
+    committed = portable.tile(call)
+    found = {"portable": (portable, committed)}
+    rows = call.problem.longest_q * tiles.slots_of_heads(call.problem.group_size)
+    if forward and rows <= tiles.HALF:
+        small = FEW_TILES if rows <= tiles.FEW else HALF_TILES
+        found = {f"portable {t.block_m} x {t.block_n}": (portable, t) for t in dict.fromkeys((committed, *small))}
     for family in others:
         if family.unsupported(call) is None:
             found |= {f"{family.name} {name}".strip(): (family, tile) for name, tile in _tiles_of(family, call).items()}
@@ -162,7 +237,7 @@ def candidates(call: Forward | Backward) -> dict[str, tuple[families.Family[Any]
 def choice_of(call: Forward | Backward) -> str:
     """Returns the candidate that `auto` takes."""
     choice: families.Choice = families.choose(call, families.Policy())  # type: ignore[type-var]
-    if choice.family in (families.PORTABLE_FORWARD, families.PORTABLE_BACKWARD):
+    if choice.family is families.PORTABLE_BACKWARD:
         return "portable"
     names = (name for name, (family, tile) in candidates(call).items() if family is choice.family and tile == choice.tile)
     return next(names)
@@ -171,7 +246,7 @@ def choice_of(call: Forward | Backward) -> str:
 def measure(shape: Shape, run: harness.Run) -> None:
     calls = calls_of(shape)
     families.PORTABLE_FORWARD.run(calls.forward, families.PORTABLE_FORWARD.tile(calls.forward))  # out and lse of the backward
-    for direction in ("forward", "backward"):
+    for direction in ("forward",) if shape.is_few else ("forward", "backward"):
         call = getattr(calls, direction)
         results = [call.out] if direction == "forward" else [call.dq, call.dk, call.dv]
         kernels: dict[str, Any] = {"": lambda: torch.empty(2**20, device="cuda").zero_()}  # the first of a turn waits for the host
@@ -207,7 +282,7 @@ def compile_candidates(chosen: list[Shape]) -> None:
     for start in range(0, len(chosen), 64):  # recorded launches hold their tensors
         with recorded_launches() as launches:
             for shape in chosen[start : start + 64]:
-                for call in calls_of(shape):
+                for call in calls_of(shape)[: 1 if shape.is_few else 2]:
                     for family, tile in candidates(call).values():
                         family.run(call, tile)
         with contextlib.suppress(CompileError):  # a tile that does not fit has a row without a time
@@ -217,10 +292,11 @@ def compile_candidates(chosen: list[Shape]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = harness.make_parser(__doc__, only="patterns of calls, such as '96 causal*'")
     parser.add_argument("--drawn", type=int, default=0, metavar="COUNT", help="time so many random calls instead")
+    parser.add_argument("--calls", choices=CALLS, default="small", help="few queries over a cache of keys, or unequal lengths")
     parser.add_argument("--minutes", type=float, default=4.0, help="time for the calls, in an order drawn from a seed")
     options = parser.parse_args(argv)
     harness.need_gpu(parser)
-    given = drawn_shapes(options.drawn) if options.drawn else shapes()
+    given = drawn_shapes(options.drawn) if options.drawn else CALLS[options.calls]()
     chosen = list(harness.chosen({str(shape): shape for shape in given}, options.only).values())
     random.Random(0).shuffle(chosen)
     compile_candidates(chosen)

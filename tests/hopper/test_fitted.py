@@ -171,7 +171,7 @@ def test_auto_leaves_them_in_other_calls(dim: int, change: dict[str, Any]) -> No
     with pretended_device(90, 132):
         problem = problem_of(dim, **change)
         choice = families.choose(Forward(problem, problem.q, torch.empty(2, 16, 4096, device="meta")), families.Policy())
-    is_fitted = "softcap" in change and dim < 160
+    is_fitted = "softcap" in change
     assert (choice.tile_rule is not None) == is_fitted
     assert getattr(choice.tile, "head_dim_v", 128) in ((dim,) if is_fitted else (128, 256))
 

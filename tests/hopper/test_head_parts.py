@@ -121,7 +121,7 @@ def test_calls_with_few_keys_have_the_fused_backward_if_their_heads_are_divided(
     x = problem_of(8, 2048, (71, 1), 64, window_right=0)
     assert crossovers.slower("sm_90 fused", facts.facts_of(x)) is None
     one_head = problem_of(2, 2048, (1, 1), 64, window_right=0)
-    assert "60 keys" in str(crossovers.slower("sm_90 fused", facts.facts_of(one_head)))
+    assert "36 keys" in str(crossovers.slower("sm_90 fused", facts.facts_of(one_head)))
 
 
 def test_a_call_in_parts_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,8 +231,11 @@ def test_short_prefill_at_head_dim_64_is_the_portable_kernels(keys: int) -> None
     assert f"from 256 tokens of the longest sequence on, and this call has {keys}" in str(reason)
 
 
-@pytest.mark.parametrize(("dim", "window", "is_slower"), [(64, 128, True), (64, 1024, False), (64, None, False), (128, 128, False)])
-def test_windows_of_few_queries_at_head_dim_64_are_the_portable_kernels(dim: int, window: int | None, is_slower: bool) -> None:
+@pytest.mark.parametrize(
+    ("dim", "window", "is_slower"),
+    [(64, 128, True), (64, 1024, False), (64, None, False), (128, 128, True), (128, 1024, True), (128, 2048, False)],
+)
+def test_narrow_windows_of_few_queries_are_the_portable_kernels(dim: int, window: int | None, is_slower: bool) -> None:
     reason = slower("sm_90", problem_of(dim, 1, 16, window))
     assert (reason is not None) == is_slower, reason
 
