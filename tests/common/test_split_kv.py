@@ -195,6 +195,7 @@ def forward_emulated(seed: int, module: Any, call: dict[str, Any], tile: HopperT
 
 EMULATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one query": ({}, {"lengths_q": [1] * 2, "lengths_kv": [500] * 2, "num_heads": 8}),
+    "two tiles of queries": ({"attn_mask_type": "causal_bottom_right"}, {"lengths_q": [150], "lengths_kv": [500], "num_heads": 2}),
     "thd, learnable sinks": (
         {
             "attn_mask_type": "padding_causal_bottom_right",
