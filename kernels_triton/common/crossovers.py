@@ -416,6 +416,9 @@ CROSSOVERS: tuple[Rule, ...] = (
          keys_from=1024, window_left_from=512, bytes_from=2**23, source=_FEW),
     Rule(use="sm_90", decode="shared", paged=False,
          keys_from=1024, window_left_from=512, bytes_from=2**23, source=_FEW),
+    # 512 keys of 4 sequences in pages take 8 to 38 % less time, and of 64 sequences 3 to 46 % more.
+    Rule(use="sm_90", decode="shared", paged=True, keys=(512, 1023), bytes=(None, 2**25 - 1),
+         window_left_from=512, source=_FEW),
     Rule(use="sm_90", decode="shared", paged=True, head_dim=64,
          keys_from=1024, window_left_from=512, bytes_from=2**23, source=_FEW),
     Rule(use="sm_90", decode="shared", paged=True, head_dim=128,

@@ -18,7 +18,7 @@ BOUNDS = {
     "small_calls_h200": (1.008, 1.25, 12),
     "small_calls_64_h200": (1.015, 1.25, 1),
     "small_calls_drawn_h200": (1.026, 1.3, 12),
-    "small_calls_few_h200": (1.031, 1.65, 55),
+    "small_calls_few_h200": (1.026, 1.35, 46),
     "small_calls_few_alone_h200": (1.005, 1.1, 0),
     "small_calls_unequal_h200": (1.01, 1.4, 6),
 }
