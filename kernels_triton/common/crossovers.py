@@ -21,6 +21,9 @@ Facts = Mapping[str, Any]
 UNLIMITED = 2**31
 """Longer than any sequence."""
 
+NEVER = 2**62
+"""The minimum of a rule for calls in which `use` was measured to be slower."""
+
 Range = tuple[int | None, int | None]
 """The smallest and the largest value, both included; None: no limit."""
 
@@ -111,6 +114,8 @@ class Rule:
         """Returns the first minimum that a call does not reach, in words; None: it reaches all of them."""
         for name, least in self._minimums:
             if facts[name] < least:
+                if least == NEVER:
+                    return "it was measured to be slower"
                 return f"it is faster from {_text(least)} {UNITS[name]} on, and this call has {_text(facts[name])}"
         return None
 
@@ -121,7 +126,7 @@ class Rule:
 
     def __str__(self) -> str:
         columns = [_column(name, wanted) for name, wanted in self._calls]
-        columns += [f"{name} >= {_text(least)}" for name, least in self._minimums]
+        columns += [f"{name} >= {_text(least)}" for name, least in self._minimums if least < NEVER]
         return "; ".join(filter(None, (", ".join(columns), ", ".join(self.files))))
 
 
@@ -266,9 +271,10 @@ _SHORT_OPEN: dict[str, Any] = {"mask": "open", "dropout": False, "packed": False
 """Columns of rules for backwards of short dense sequences without a mask."""
 _PARTIAL: dict[str, Any] = {"partial": True, "packed": False, "grouped": False, "dropout": False, "gpu": "H200"}
 """Columns of rules for backwards of sequences whose last blocks are not full."""
-_160: dict[str, Any] = {"head_dim": 256, "width": (129, 160), "dropout": False, "packed": False, "source": _UNEQUAL}
-_256: dict[str, Any] = {"head_dim": 256, "width": (193, 256), "mask": "open", "dropout": False, "packed": False, "source": _UNEQUAL}
-"""Columns of rules for backwards."""
+_WIDE: dict[str, Any] = {"head_dim": 256, "dropout": False, "packed": False, "source": _UNEQUAL}
+_TO_160 = _WIDE | {"width": (129, 160)}
+_FROM_193 = _WIDE | {"width": (193, 256), "mask": "open"}
+"""Columns of rules for backwards of dense sequences at head dims of 129 to 160 and of 193 to 256."""
 _PLAIN: dict[str, Any] = {"dropout": False, "paged": False, "packed": False, "batch_invariant": False}
 """Columns of rules for head dims of two parts and for few keys."""
 _PACKED: dict[str, Any] = _PLAIN | {"packed": True, "tokens": (300, None), "source": "fitted_packed_h200.json"}
@@ -429,7 +435,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # from 4096 keys on if all tiles run at once. Other calls take 0.9 to 1.65 of it, so no number of keys is enough.
     Rule(use="sm_90", decode="alone", query_rows=(17, None), head_dim=256, keys=(1024, None), source=_FEW_ALONE),
     Rule(use="sm_90", decode="alone", query_rows=(17, None), rows_of_one_wave=128, keys=(4096, None), source=_FEW_ALONE),
-    Rule(use="sm_90", decode="alone", keys=(1024, None), keys_from=UNLIMITED, source=(_FEW, _FEW_ALONE)),
+    Rule(use="sm_90", decode="alone", keys=(1024, None), keys_from=NEVER, source=(_FEW, _FEW_ALONE)),
     # Head dim 64 over pages: calls of 1024 tokens and more take 0.58 to 0.72 of the portable kernel's time. 512 tokens with 31
     # sequences of one query each take 0.27, and windows of 128 keys 0.61 to 0.65.
     Rule(use="sm_90", head_dim=64, paged=True, dropout=True, mask=("open", "causal", "windowed"),
@@ -515,12 +521,12 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 1.35 to 2.3 times as fast as the portable kernel.
     Rule(use="sm_90", head_dim=192, mask="windowed", dropout=False,
          tokens_from=256, flops_from=2**30, source=(_WINDOWS, _SMALL)),
-    # Head dim 256: windows of 128 keys and more are 1.4 to 2 times as fast.
-    # 5 to 34 % less time at head dims of 129 to 160
+    # Head dim 256. 5 to 34 % less time at head dims of 129 to 160
     Rule(use="sm_90", width=(129, 160), mask=("open", "causal", "windowed"), head_dim=256, **_PLAIN,
          tokens_from=128, flops_from=2**28, source=_UNEQUAL),
     Rule(use="sm_90", width=(129, 160), mask="modified", softcap=True, head_dim=256, **_PLAIN,
          tokens_from=128, flops_from=2**28, source=_UNEQUAL),
+    # Windows of 128 keys and more are 1.4 to 2 times as fast.
     Rule(use="sm_90", head_dim=256, mask="windowed", dropout=False,
          tokens_from=192, flops_from=2**31, source=(_WINDOWS, _SMALL, _DRAWN)),
     # 22 to 40 % less time with softcap
@@ -670,11 +676,11 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=8192, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
     # Head dims of 129 to 160: 6 to 82 % less time than in the portable kernels for more keys than queries. Few heads with few keys
     # take 8 to 35 % more than in two kernels. Equal lengths take 4 to 56 % less time from 192 tokens on, and from 128 in a band.
-    Rule(use="sm_90 fused 192", **_160, mask="open", queries=(1024, None), keys=(None, 512), keys_per_sm_from=120),
-    Rule(use="sm_90 fused 192", **_160, mask="open", queries=(2048, None), keys=(None, 1024), keys_per_sm_from=120),
-    Rule(use="sm_90 fused 192", **_160, mask="open", queries=(None, 1024), keys=(512, None)),
-    Rule(use="sm_90 fused 192", **_160, mask="open", tokens_from=192, flops_from=2**29, keys_per_sm_from=48),
-    Rule(use="sm_90 fused 192", **_160, mask=("causal", "windowed"), tokens_from=128, flops_from=2**28, window_left_from=255,
+    Rule(use="sm_90 fused 192", **_TO_160, mask="open", queries=(1024, None), keys=(None, 512), keys_per_sm_from=120),
+    Rule(use="sm_90 fused 192", **_TO_160, mask="open", queries=(2048, None), keys=(None, 1024), keys_per_sm_from=120),
+    Rule(use="sm_90 fused 192", **_TO_160, mask="open", queries=(None, 1024), keys=(512, None)),
+    Rule(use="sm_90 fused 192", **_TO_160, mask="open", tokens_from=192, flops_from=2**29, keys_per_sm_from=48),
+    Rule(use="sm_90 fused 192", **_TO_160, mask=("causal", "windowed"), tokens_from=128, flops_from=2**28, window_left_from=255,
          keys_per_sm_from=48),
     # 1024 keys take 29 % less time than in two kernels.
     Rule(use="sm_90 fused 192", head_dim=256, width=(None, 160), mask="windowed",
@@ -719,10 +725,10 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=512, flops_from=2**31, keys_per_sm_from=15, source=_WINDOWS),
     # Unequal lengths in one head or in many: 19 to 30 % less time than in the portable kernels up to head dim 160, and 17 to 81 %
     # less at 256. Softcap takes 1 % more to 25 % less at 160.
-    Rule(use="sm_90 two-kernel", **_160, mask="open", queries=(1024, None), keys=(None, 1024)),
-    Rule(use="sm_90 two-kernel", **_160, mask="modified", softcap=True, tokens_from=512, flops_from=2**30, keys_per_sm_from=48),
-    Rule(use="sm_90 two-kernel", **_256, queries=(None, 512), keys=(512, None)),
-    Rule(use="sm_90 two-kernel", **_256, queries=(1024, None), keys=(None, 1024)),
+    Rule(use="sm_90 two-kernel", **_TO_160, mask="open", queries=(1024, None), keys=(None, 1024)),
+    Rule(use="sm_90 two-kernel", **_TO_160, mask="modified", softcap=True, tokens_from=512, flops_from=2**30, keys_per_sm_from=48),
+    Rule(use="sm_90 two-kernel", **_FROM_193, queries=(None, 512), keys=(512, None)),
+    Rule(use="sm_90 two-kernel", **_FROM_193, queries=(1024, None), keys=(None, 1024)),
     # 20 to 60 % less time than in the portable kernels.
     Rule(use="sm_90 two-kernel", head_dim=256, dropout=True, mask=("open", "causal", "modified", "loaded"),
          tokens_from=4096, flops_from=2**34, keys_per_sm_from=64, source=_DROPOUT),
