@@ -68,7 +68,9 @@ def _row_gradient(b, h, first_row, sequence, large, args, META: tl.constexpr):
 
 
 @kernel
-def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr):
+def _attn_bwd_dbias_kernel(
+    args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.constexpr, BY_ROWS: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr
+):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     inputs = args.inputs
@@ -83,9 +85,6 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
     split = pid // blocks_n // blocks_m % num_splits
     tile_h = pid // blocks_n // blocks_m // num_splits % bias_h
     tile_b = pid // blocks_n // blocks_m // num_splits // bias_h
-    # A number that is added to all scores of a row is also added to its lse. Without a sink it does not change out. So its gradient
-    # is computed from dlse and the sink, because a sum over the keys would be almost 0, with a large rounding error.
-    BY_ROWS: tl.constexpr = not SPANS_KV and (META.HAS_POST_SCALE_BIAS or not (META.HAS_SOFTCAP or META.HAS_SCORE_MOD))
     # the dims that this tile was broadcast over: (batch, head, query block, key block), each 1 if the bias spans that dim
     over_b = batch // bias_b
     first_b = tile_b
@@ -199,5 +198,11 @@ def bias_gradient(
         dbias=BiasParts(ptr=parts, b=bias_b, h=bias_h, q=bias_q, kv=bias_kv, num_splits=num_splits),
         statistics=statistics,
     )
-    launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, (args, bias_q > 1, bias_kv > 1, x.mods, meta))
+    # A number that is added to all scores of a row is also added to its lse. Without a sink it does not change out. So its gradient
+    # is computed from dlse and the sink, because a sum over the keys would be almost 0, with a large rounding error. For a part of
+    # the keys it is that sum.
+    features = x.features
+    is_added = features.HAS_POST_SCALE_BIAS or not (features.HAS_SOFTCAP or features.HAS_SCORE_MOD)
+    by_rows = is_added and bias_kv == 1 and not x.is_part
+    launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, (args, bias_q > 1, bias_kv > 1, by_rows, x.mods, meta))
     dbias.copy_(parts.sum(0) if num_splits > 1 else parts[0])

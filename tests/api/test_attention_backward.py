@@ -68,6 +68,12 @@ def bias(dtype: torch.dtype, count: int) -> tuple[dict[str, Any], list[Part]]:
     return {"bias_type": "pre_scale_bias", "bias": whole}, parts
 
 
+def row_bias(dtype: torch.dtype, count: int) -> tuple[dict[str, Any], list[Part]]:
+    """A number for all keys, which changes the share of a part."""
+    shared = {"bias": randn(7, 1, HEADS, SQ, 1, dtype=dtype).requires_grad_()}
+    return shared, [Part(keys, arguments=shared) for keys in pieces(count)]
+
+
 def sink(dtype: torch.dtype, count: int) -> tuple[dict[str, Any], list[Part]]:
     """The last part has it, in which the first rows see no key."""
     same = {"softmax_type": "learnable", "softmax_offset": randn(8, HEADS).requires_grad_()}
@@ -107,7 +113,7 @@ def mods(dtype: torch.dtype, count: int) -> tuple[dict[str, Any], list[Part]]:
 
 
 CASES: dict[str, Callable[..., tuple[dict[str, Any], list[Part]]]] = {
-    function.__name__: function for function in (plain, softcap, bias, sink, causal, window, mods)
+    function.__name__: function for function in (plain, softcap, bias, row_bias, sink, causal, window, mods)
 }
 
 
@@ -145,7 +151,7 @@ def add_up(
             total["dsoftmax_offset"] = found.dsoftmax_offset.double()
         others.append([gradient.double() for _, gradient in found.dcaptures])
     if biases:
-        total["dbias"] = torch.cat(biases, -1)
+        total["dbias"] = torch.cat(biases, -1) if biases[0].shape[-1] > 1 else torch.stack(biases).sum(0)
     if any(others):
         total["dslopes"] = torch.stack([gradient for (gradient,) in others]).sum(0)
     return total
