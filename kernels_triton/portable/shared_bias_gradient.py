@@ -140,7 +140,7 @@ def shared_bias_gradient(
     group = x.batch // entries
     tiles = entries * heads * triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_kv, tile.block_n)
     if splits is None:
-        splits = max(1, min(group // LEAST_ENTRIES, triton.cdiv(PROGRAMS * num_processors(x.device), tiles)))
+        splits = max(1, min(group // LEAST_ENTRIES, triton.cdiv(PROGRAMS * num_processors(x.device), max(1, tiles))))
     parts = torch.empty((splits, *x.bias.shape), dtype=torch.float32, device=x.device)
     args = Arguments(
         inputs=x.inputs(meta),
