@@ -13,17 +13,22 @@ import torch
 from torch import Tensor
 
 from flexattn import ops, validation
+from flexattn.call_options import DEFAULTS, FormatOptions, LengthOptions, MaskOptions, ShortOptions
 from flexattn.dispatch import eager_backend, key_lists, reference
+from flexattn.dispatch.mod_program import looks_at
 from flexattn.dispatch.neutral import is_traced
+from flexattn.dispatch.pages import with_cu_seqlens
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.function_context import FunctionContext
 from flexattn.prepare import prepare
 from flexattn.shorthands import in_full
 
-_REFUSED = (
-    *("bias", "alibi_slopes", "block_mask", "softmax_offset", "page_table", "score_mod", "fp8_recipe", "out"),
-    *("return_aux", "return_lse", "return_max_logit"),
-)
+# Arguments of `attention` that both functions take.
+_ACCEPTED = {
+    *(*FormatOptions.__annotations__, *ShortOptions.__annotations__, *MaskOptions.__annotations__, *LengthOptions.__annotations__),
+    *("mask", "mask_mod", "seqused_q", "seqused_kv", "softmax_scale"),
+}
+_ABSENT = DEFAULTS | {"bias_type": "no_bias", "softmax_type": "vanilla"}  # what stands for an absent argument
 
 
 class SelectedKeys(NamedTuple):
@@ -56,10 +61,12 @@ def select_keys(q: Tensor, k: Tensor, weights: Tensor, n: int, **options: object
             another argument that the scores do not have.
     """
     validation.check_count("n", n, 1, "an int of at least 1, the number of keys of each query")
-    x, spec = _prepared("select_keys", q, k, options)
+    x, spec = _prepared("select_keys", q, k, options, ())
     tokens = (x.q.shape[0],) if spec.q_format == "thd" else (x.q.shape[spec.q_format.index("b")], x.max_seqlen_q)
     if spec.num_heads_kv != 1:
         raise ValueError(f"k has {spec.num_heads_kv} heads; accepted: 1, which all heads of q share")
+    if spec.mods is not None and looks_at(spec.mods, "h"):
+        raise ValueError("the mask depends on the head, and all heads of q share a list; accepted: one mask for all heads")
     if tuple(weights.shape) != (*tokens, spec.num_heads):
         raise ValueError(
             f"weights has shape {tuple(weights.shape)}; accepted: {[*tokens, spec.num_heads]}, one for each query and head"
@@ -98,7 +105,9 @@ def key_weights(q: Tensor, k: Tensor, lse: Tensor, kv_indices: Tensor, **options
     """
     if options.get("kv_block_size") is not None:
         raise ValueError("kv_block_size is given to key_weights(); accepted: None, and lists of keys")
-    x, spec = _prepared("key_weights", q, k, {**options, "kv_indices": kv_indices})
+    named = {**options, "kv_indices": kv_indices}
+    x, spec = _prepared("key_weights", q, k, named, ("softcap", "kv_indices", "kv_index_counts"))
+    validation.check_lse("lse", lse, q, spec.q_format)
     lse = lse.detach()
     result = torch.zeros(kv_indices.shape, dtype=lse.dtype, device=x.q.device)
     with torch.no_grad():
@@ -111,7 +120,7 @@ def key_weights(q: Tensor, k: Tensor, lse: Tensor, kv_indices: Tensor, **options
             own = sequences.q[rows.start : rows.stop]
             row_lse = reference.lse_view(lse, spec.q_format, sequences.batch, own)[..., None]
             weights = torch.exp(logits - row_lse.masked_fill(row_lse.isneginf(), torch.inf))
-            summed = weights.view(len(weights), lists.shape[1], -1, *weights.shape[2:]).sum(2)  # [b, 1 | h_kv, r, n]
+            summed = weights.view(len(weights), lists.shape[1], spec.num_heads // lists.shape[1], *weights.shape[2:]).sum(2)
             target = _rows(spec, result, sequences, rows)
             target[..., : summed.shape[-1]] = summed[:, 0] if target.dim() == 3 else summed.transpose(1, 2)
     return result
@@ -136,19 +145,29 @@ def selection_loss(scores: Tensor, weights: Tensor, kv_indices: Tensor) -> Tenso
     return rows.sum() / is_row.sum().clamp(min=1)
 
 
-def _prepared(function: str, q: Tensor, k: Tensor, options: dict[str, object]) -> tuple[Operands, AttentionSpec]:
-    """Returns a checked call without values, which are k, and its spec."""
+def _prepared(
+    function: str, q: Tensor, k: Tensor, options: dict[str, object], own: tuple[str, ...]
+) -> tuple[Operands, AttentionSpec]:
+    """Returns a checked call without values, which are k, and its spec. own: options that only this function takes."""
     if is_traced():
         raise RuntimeError(f"{function}() cannot be traced or compiled; call it outside of the compiled region")
-    for name in _REFUSED:
-        value = options.get(name)
-        if value is not None and value is not False:
-            raise ValueError(
-                f"{name} is given to {function}(); accepted: arguments for the format, masks, lengths and softmax_scale"
-            )
+    validation.check_tensor("q", q, validation.DTYPES, None)
+    arguments = in_full(q, k, options)
+    refused = [
+        name
+        for name, value in options.items()
+        if name not in _ACCEPTED and name not in own
+        if value is not None and (isinstance(value, Tensor) or value != _ABSENT.get(name))
+    ]
+    if arguments["bias"] is not None:
+        refused.append("mask in floating point")
+    if refused:
+        accepted = ", ".join(("the format, masks, lengths", *own))
+        raise ValueError(f"{refused[0]} is given to {function}(); accepted: arguments for {accepted} and softmax_scale")
     with torch.no_grad():
-        x, settings, _ = prepare(q, k, k, in_full(q, k, options))
-    return x, ops.make_spec(x, settings, None)
+        x, settings, _ = prepare(q, k, k, arguments)
+    spec = ops.make_spec(x, settings, None)
+    return with_cu_seqlens(x, (spec.q_format, spec.kv_format)), spec
 
 
 def _rows(spec: AttentionSpec, t: Tensor, sequences: reference.Sequences, rows: range) -> Tensor:

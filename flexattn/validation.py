@@ -371,16 +371,18 @@ def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout:
         check_tensor(name, t, (q.dtype,), q.device)
         if t.shape != shape:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: {tuple(shape)}, which is q's shape with v's head dim")
-    statistics = torch.float64 if q.dtype is torch.float64 else torch.float32
-    statistics_shape = (q.shape[1], q.shape[0]) if q_format == "thd" else tuple(q.shape[q_format.index(dim)] for dim in "bhs")
-    for name, statistic in (("lse", lse), ("dlse", dlse)):
-        if statistic is None and name == "dlse":
-            continue
-        check_tensor(name, statistic, (statistics,), q.device)
-        assert statistic is not None
-        if statistic.shape != statistics_shape:
-            dims = "[h, t_q]" if q_format == "thd" else "[b, h, sq]"
-            raise ValueError(f"{name} has shape {tuple(statistic.shape)}; accepted: {statistics_shape}, {dims}")
+    check_lse("lse", lse, q, q_format)
+    if dlse is not None:
+        check_lse("dlse", dlse, q, q_format)
+
+
+def check_lse(name: str, lse: Tensor, q: Tensor, q_format: str) -> None:
+    """Raises if a tensor is no lse of these queries."""
+    check_tensor(name, lse, (torch.float64 if q.dtype is torch.float64 else torch.float32,), q.device)
+    shape = (q.shape[1], q.shape[0]) if q_format == "thd" else tuple(q.shape[q_format.index(dim)] for dim in "bhs")
+    if lse.shape != shape:
+        dims = "[h, t_q]" if q_format == "thd" else "[b, h, sq]"
+        raise ValueError(f"{name} has shape {tuple(lse.shape)}; accepted: {shape}, {dims}")
 
 
 def checked_results(results: Results, q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str]) -> Results:

@@ -59,6 +59,36 @@ def test_packed_sequences_select_their_own_keys() -> None:
     assert chosen.kv_indices[0].tolist().count(-1) == N - 1
 
 
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd"])
+def test_lengths_in_use_are_those_of_the_sequences(fmt: str) -> None:
+    q, k, weights = inputs(2, 7)
+    order = ["bshd".index(dim) for dim in fmt]
+    lengths: dict[str, Any] = {"seqused_q": torch.tensor([7, 3]).int(), "seqused_kv": torch.tensor([2, 11]).int()}
+    options: dict[str, Any] = {"attn_mask_type": "padding", "qkv_format": fmt, **lengths}
+    moved = [t.detach().permute(order) for t in (q, k)]
+    chosen = select_keys(*moved, weights, N, **options)
+    _, lse = attention(moved[0], moved[1], moved[1], return_lse=True, **options)
+    got = key_weights(*moved, lse, chosen.kv_indices, **options)
+    for b, (len_q, len_kv) in enumerate(((7, 2), (3, 11))):
+        row = q[b : b + 1, :len_q].detach(), k[b : b + 1, :len_kv].detach()
+        own = select_keys(*row, weights[b : b + 1, :len_q], N)
+        torch.testing.assert_close(chosen.scores[b, :len_q], own.scores[0])
+        _, own_lse = attention(row[0], row[1], row[1], return_lse=True)
+        torch.testing.assert_close(got[b, :len_q], key_weights(*row, own_lse, own.kv_indices)[0])
+        assert not got[b, len_q:].any()
+
+
+def test_lists_may_be_empty() -> None:
+    """The first sequence has no keys."""
+    q, k, _ = (t.detach()[0] for t in inputs(1, 6, keys=4))
+    packed: dict[str, Any] = flexattn.packed([2, 4], [0, 4])
+    _, lse = attention(q, k, k, return_lse=True, **packed)
+    got = key_weights(q, k, lse, torch.arange(4).expand(6, 4).int(), **packed)
+    assert not got[:2].any()
+    torch.testing.assert_close(got[2:].sum(-1), torch.full((4,), float(HEADS), dtype=torch.float64))
+    assert key_weights(q, k, lse, torch.empty(6, 0, dtype=torch.int32), **packed).shape == (6, 0)
+
+
 @pytest.mark.parametrize("heads_kv", [1, 2])
 def test_weights_are_those_of_the_softmax_summed_over_heads(heads_kv: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -102,9 +132,20 @@ def test_errors_name_the_argument() -> None:
         ({"weights": weights[..., :2]}, r"weights has shape \(2, 7, 2\); accepted: \[2, 7, 3\]"),
         ({"bias": torch.zeros(1)}, r"bias is given to select_keys\(\)"),
         ({"return_lse": True}, r"return_lse is given to select_keys\(\)"),
+        ({"softcap": 2.0}, r"softcap is given to select_keys\(\)"),
+        ({"mask": torch.zeros(7, 11, dtype=torch.float64)}, r"mask in floating point is given to select_keys\(\)"),
+        ({"bias_type": "alibi"}, r"bias_type is given to select_keys\(\)"),
+        ({"atn_mask_type": "causal"}, r"atn_mask_type is given to select_keys\(\)"),
+        ({"mask_mod": lambda b, h, i, j: j > h}, "the mask depends on the head"),
     ):
         with pytest.raises(ValueError, match=text):
             select_keys(**{"q": q, "k": k, "weights": weights, "n": N, **options})
     lists = torch.zeros(2, 7, N, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"kv_block_size is given to key_weights\(\)"):
         key_weights(q, k, q[..., 0], lists, kv_block_size=16)
+    with pytest.raises(ValueError, match=r"bias_type is given to key_weights\(\)"):
+        key_weights(q, k, q[..., 0], lists, bias_type="alibi")
+    with pytest.raises(ValueError, match=r"lse has shape \(2, 7, 3\); accepted: \(2, 3, 7\)"):
+        key_weights(q, k, q[..., 0], lists)
+    with pytest.raises(TypeError, match=r"q has dtype torch.float8_e4m3fn; accepted: torch.float16"):
+        select_keys(q.to(torch.float8_e4m3fn), k, weights, N)
