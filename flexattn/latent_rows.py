@@ -40,7 +40,7 @@ def pack_latents(x: Tensor) -> Tensor:
         raise ValueError(
             f"x is {describe(x)}; accepted: a last dim of {LATENT + ROPE}, {LATENT} for the latent and {ROPE} for positions"
         )
-    groups = x[..., :LATENT].float().reshape(*x.shape[:-1], -1, GROUP)
+    groups = x[..., :LATENT].float().reshape(*x.shape[:-1], LATENT // GROUP, GROUP)
     scales = groups.abs().amax(-1, keepdim=True) / _LARGEST
     scales = torch.where(scales == 0, 1.0, scales)
     numbers = (groups / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).flatten(-2)
@@ -55,7 +55,7 @@ def unpack_latents(rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         ValueError, TypeError: rows are no uint8 tensor with 656 columns.
     """
     _check_rows(rows)
-    numbers = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float().reshape(*rows.shape[:-1], -1, GROUP)
+    numbers = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float().reshape(*rows.shape[:-1], LATENT // GROUP, GROUP)
     scales = rows[..., LATENT : LATENT + _SCALES].contiguous().view(torch.float32)
     positions = rows[..., LATENT + _SCALES :].contiguous().view(torch.bfloat16)
     return torch.cat([(numbers * scales[..., None]).flatten(-2).to(dtype), positions.to(dtype)], -1)
@@ -84,7 +84,7 @@ def append_latents(rows: Tensor, new: Tensor, *, seqused_kv: Tensor, **options: 
 
 
 def latent_attention(
-    q: Tensor, rows: Tensor, *, kv_indices: Tensor, backend: str = "auto", return_lse: bool = False, **options: Any
+    q: Tensor, rows: Tensor, *, kv_indices: Tensor, backend: str | None = None, return_lse: bool = False, **options: Any
 ) -> Tensor | OutLse:
     """Computes `attention` by lists of keys over a cache of rows: k = unpack_latents(rows, q.dtype) and v = k[..., :512].
 
@@ -102,7 +102,7 @@ def latent_attention(
         out [.., h, 512], or OutLse(out, lse).
 
     Raises:
-        ValueError, TypeError: arguments do not fit together, or q requires a gradient while gradients are recorded.
+        ValueError, TypeError: arguments do not fit together, or a tensor requires a gradient while gradients are recorded.
         BackendError: no backend can run the call. E4M3 needs compute capability 8.9 in kernels.
     """
     for name in ("return_max_logit", "return_aux"):
@@ -112,13 +112,14 @@ def latent_attention(
     _check_rows(rows)
     if rows.device != q.device:
         raise ValueError(f"rows are on {rows.device} and q on {q.device}; accepted: one device")
-    if torch.is_grad_enabled() and q.requires_grad:
-        raise ValueError(
-            "q requires a gradient, and a cache of latents has none; accepted: a call under torch.no_grad(), or q.detach()"
-        )
     k = q.new_zeros(LATENT + ROPE).expand(*rows.shape[:-1], -1)  # stands for the keys in all checks, without memory
     given = options | {"kv_indices": kv_indices, "backend": backend, "return_lse": return_lse}
-    x, settings = bind_call(q.detach(), k, k[..., :LATENT], **given)
+    x, settings = bind_call(q, k, k[..., :LATENT], **given)
+    if settings.needs_grad:
+        raise ValueError(
+            "a tensor of the call requires a gradient, and a cache of latents has none; accepted: a call under torch.no_grad(), or "
+            "detached tensors"
+        )
     spec = spec_to_run(x, settings)
 
     def forward(module: Any) -> tuple[Tensor, ...]:
@@ -133,7 +134,7 @@ def latent_attention(
             raise BackendError("rows of latents have kernels on backend='triton' alone; use it, or backend='eager'")
         return results
 
-    out, lse, _ = run(spec, "forward", backend, x, forward)
+    out, lse, _ = run(spec, "forward", settings.backend, x, forward)
     return OutLse(out, lse) if return_lse else out
 
 

@@ -149,7 +149,8 @@ def test_what_rows_of_latents_refuse() -> None:
         ({"rows": k}, "rows"),
         ({"rows": given["rows"][..., :640]}, "656 bytes"),
         ({"q": given["q"].float()}, "q"),
-        ({"q": given["q"].requires_grad_()}, "requires a gradient"),
+        ({"q": given["q"].clone().requires_grad_()}, "requires a gradient"),
+        ({"softmax_offset": given["softmax_offset"].clone().requires_grad_()}, "requires a gradient"),
         ({"return_max_logit": True}, "return_max_logit is given"),
         ({"return_aux": flexattn.AuxRequest(lse=True)}, "return_aux is given"),
     ):
@@ -157,6 +158,20 @@ def test_what_rows_of_latents_refuse() -> None:
             flexattn.latent_attention(**{**given, **change})
     with pytest.raises(ValueError, match="576"):
         flexattn.pack_latents(k[..., :512])
+
+
+def test_latents_take_the_backend_of_the_context() -> None:
+    given, _, _ = latents(0)
+    with flexattn.attention_backend("cudnn"), pytest.raises(flexattn.BackendError, match="backend='cudnn' cannot run"):
+        flexattn.latent_attention(**given)
+    found = flexattn.latent_attention(**given, backend=None)
+    assert all(torch.equal(a, b) for a, b in zip(found, flexattn.latent_attention(**given), strict=True))
+
+
+def test_no_latents() -> None:
+    rows = flexattn.pack_latents(torch.zeros(0, 1, 576))
+    assert rows.shape == (0, 1, 656)
+    assert flexattn.unpack_latents(rows).shape == (0, 1, 576)
 
 
 @pytest.mark.slow
