@@ -94,7 +94,7 @@ def _reference(t: Tensor, weight: Tensor | None, x: NormRope) -> Tensor:
         weight = weight.to(wide.dtype) + (1.0 if x.zero_centered else 0.0)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + x.eps) * weight
     if x.cos is None or x.sin is None:
-        return wide.to(t.dtype)
+        return wide.to(t.dtype).contiguous()
     rotated = x.cos.shape[-1]
     columns = slice(None, None, 2) if x.interleaved else slice(rotated // 2)
     cos, sin = (table[:, :, None, columns].to(wide.dtype) for table in (x.cos, x.sin))
@@ -105,4 +105,4 @@ def _reference(t: Tensor, weight: Tensor | None, x: NormRope) -> Tensor:
     else:
         a, b = pairs.chunk(2, -1)
         pairs = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    return torch.cat((pairs, rest), -1).to(t.dtype)
+    return torch.cat((pairs, rest), -1).to(t.dtype).contiguous()

@@ -161,6 +161,16 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, packed, strict=True))
 
 
+@pytest.mark.parametrize("name", ["halves", "no rotation"])
+def test_results_are_contiguous(name: str) -> None:
+    """In torch operations too."""
+    case = CASES[name]
+    (q, k, *weights), table = inputs_of(case)[:2]
+    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k)]
+    with without_kernels():
+        assert all(t.is_contiguous() for t in ours([*strided, *weights], table, case))
+
+
 def test_gradients_of_weights_are_finite_without_an_eps(device: str) -> None:
     """The last block has rows that do not exist, whose norms are 0."""
     q, k, *weights = inputs_of(CASES["no rotation"], device).leaves
