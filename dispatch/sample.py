@@ -15,6 +15,7 @@ SCALE = 2.5  # the factor of the usual scale.
 SOFTCAP = 2.25
 DROPOUT = 0.4375  # 7/16, because cuDNN needs multiples of 1/16.
 SLOPES = (0.05, 0.5)  # ALiBi's slopes, from the first head to the last.
+DESCALES = (0.5, 1.5)  # of FP8 keys beside other queries, from the first head to the last.
 LISTED = 24  # entries of a list of keys.
 SEED, OFFSET = 0x1357_9BDF_0246_8ACE, 0x0F1E_2D3C_4B5A_6978  # both halves of the seed matter.
 
@@ -31,10 +32,10 @@ def sample_operands(
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    def tokens(fmt: str, lengths: list[int], heads: int, head_dim: int) -> Tensor:
+    def tokens(fmt: str, lengths: list[int], heads: int, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
         total = sum(lengths) + gap * len(lengths)
         sizes = {"b": len(lengths), "s": max(lengths), "t": total, "h": heads, "d": head_dim}
-        return normal(*(sizes[dim] for dim in fmt), dtype=spec.dtype)
+        return normal(*(sizes[dim] for dim in fmt), dtype=dtype or spec.dtype)
 
     def offsets(lengths: list[int]) -> Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -60,8 +61,8 @@ def sample_operands(
         sides[f"max_seqlen_{end}"] = max(lengths)
     return Operands(
         q=tokens(spec.q_format, lengths_q, spec.num_heads, spec.head_dim_qk),
-        k=tokens(spec.kv_format, lengths_kv, spec.num_heads_kv, spec.head_dim_qk),
-        v=tokens(spec.kv_format, lengths_kv, spec.num_heads_kv, spec.head_dim_v),
+        k=tokens(spec.kv_format, lengths_kv, spec.num_heads_kv, spec.head_dim_qk, spec.kv_dtype),
+        v=tokens(spec.kv_format, lengths_kv, spec.num_heads_kv, spec.head_dim_v, spec.kv_dtype),
         bias=bias,
         alibi_slopes=torch.linspace(*SLOPES, spec.num_heads, dtype=torch.float32, device=device)
         if spec.bias_type == "alibi"
@@ -72,7 +73,7 @@ def sample_operands(
         softmax_scale=SCALE * spec.head_dim_qk**-0.5,
         softcap=SOFTCAP if spec.softcap else 0.0,
         dropout_p=DROPOUT if spec.dropout else 0.0,
-        descales=() if spec.fp8 is None else _descales(spec, batch, (longest_q, longest_kv), device),
+        descales=_descales(spec, batch, (longest_q, longest_kv), device),
     )
 
 
@@ -86,8 +87,11 @@ def _rng_state(spec: AttentionSpec, seed: int, batch: int) -> Tensor:
 
 
 def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device: torch.device | str) -> list[Tensor]:
-    """Returns descales of q, k, v and dout, all 1, in the dims of the spec's descales."""
-    assert spec.fp8 is not None
+    """Returns descales of q, k, v and dout, all 1, in the dims of the spec's descales. If only keys are in FP8, theirs differ."""
+    if spec.kv_dtype is not None:
+        return [torch.linspace(*DESCALES, spec.num_heads_kv, dtype=torch.float32, device=device).view(1, -1, 1) for _ in "kv"]
+    if spec.fp8 is None:
+        return []
     rows = spec.fp8.block_rows
     heads_and_lengths = (
         (spec.num_heads, lengths[0]),

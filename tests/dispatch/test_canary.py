@@ -238,6 +238,31 @@ def test_it_keeps_to_the_lengths_of_the_spec(name, lengths):
         assert canary.mismatch("triton", spec, direction, CPU) is None
 
 
+def test_keys_in_fp8_are_checked(monkeypatch):
+    spec = make_case(CASES["Masks: causal_bottom_right"], "cpu").spec
+    spec = spec._replace(dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, needs_grad=False)
+    assert canary.mismatch("triton", spec, "forward", CPU) is None
+    canary.clear()
+    right = eager_backend.forward
+    without = lambda spec, x: right(spec, x._replace(descales=[torch.ones_like(t) for t in x.descales]))  # noqa: E731
+    monkeypatch.setattr(triton_backend, "forward", without)
+    assert "the canary found it wrong" in str(canary.mismatch("triton", spec, "forward", CPU))
+
+
+@pytest.mark.parametrize(("error", "is_wrong"), [(1e-6, False), (0.1, True)])
+def test_a_gradient_that_cancels_may_have_roundings(monkeypatch, error, is_wrong):
+    """The gradient of q is 0 if there is one key."""
+    spec = make_case(CASES["Formats: thd"], "cpu").spec._replace(dtype=torch.float16, length_q=1, length_kv=1)
+    right = eager_backend.backward
+
+    def rounded(*call: Any) -> Any:
+        gradients = right(*call)
+        return gradients._replace(dq=gradients.dq + error)
+
+    monkeypatch.setattr(triton_backend, "backward", rounded)
+    assert (canary.mismatch("triton", spec, "backward", CPU) is not None) == is_wrong
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_dropout_of_another_stream_is_not_judged(monkeypatch, direction):
     spec = make_case(ROWS["Softmax"]["dropout"], "cpu").spec
