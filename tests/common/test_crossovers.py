@@ -90,7 +90,10 @@ def test_every_family_that_another_follows_has_rules() -> None:
         ({"mean_tokens": 100}, "such a call; the nearest rule is for mean_tokens 512 or more, and this call has 100"),
         ({"mask": "modified"}, "such a call; the nearest rule is for blocks_per_sm up to 12, and this call has 100"),
         ({"decode": "shared", "keys": 900}, "it is faster from 1024 keys of the longest sequence on, and this call has 900"),
-        ({"decode": "alone", "keys": 2048, "query_rows": 1}, "it was measured to be slower (rule: decode alone, keys 1024 or more; small_calls_few"),
+        (
+            {"decode": "alone", "keys": 2048, "query_rows": 1},
+            "it was measured to be slower (rule: decode alone, keys 1024 or more; small_calls_few",
+        ),
     ],
     ids=str,
 )
