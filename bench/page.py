@@ -55,7 +55,7 @@ DECODE_PEERS = {
 SERVING_PEERS = {"vLLM": ("vLLM, Triton",), "SGLang": ("SGLang, 8 splits", "SGLang, 32 splits")}
 SERVING_STEPS = (
     *("64 x 8192, page 16", "128 decodes, page 16", "1 x 131072, page 64", "131072 among 63 x 1024, page 16"),
-    *("2 prefills and 128 decodes, page 16", "MLA 128 heads, 128 x 4096, page 64", "MLA 16 heads, 32 x 8192, page 64"),
+    *("2 prefills and 128 decodes, page 16", "MLA 128 heads, 128 x 4096, page 64"),
 )
 """Steps of `SERVING` on the page: the kernels of some others have had faster tiles since that run."""
 DECODE_PLOTTED = (
