@@ -187,7 +187,7 @@ def can_be_made_again(path: Path) -> bool:
 
 def _is_module(command: str) -> bool:
     """Returns whether a command runs a module of the project."""
-    match = re.match(r"(?:python|torchrun .*) -m ((?:flexattn|tests)\b[\w.]*)", command)
+    match = re.match(r"(?:FLEXATTN_\w+=\w+ )?(?:python|torchrun .*) -m ((?:flexattn|tests)\b[\w.]*)", command)
     return match is not None and importlib.util.find_spec(match[1]) is not None
 
 
