@@ -508,7 +508,7 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
             ],
         ),
         ("--q 2,16384,16,128 --dtype fp32", ["(portable)", "not sm_90: it takes bf16 and fp16, not float32"]),
-        ("--q 2,64,16,128", ["not sm_90: it is faster from 3 * 2**28 FLOPs on, and this call has 6.71e+07"]),
+        ("--q 2,64,16,128", ["not sm_90: it is faster from 2**31 FLOPs on, and this call has 6.71e+07"]),
         ("--q 1,1,32,128 --kv 1,65536,8,128", ["forward: triton (sm_90)", "keys in 16 splits: 8 tiles of up to 65536 keys"]),
         (
             "--q 64,1,32,128 --kv 64,8192,8,128",
