@@ -174,6 +174,16 @@ def test_block_masks() -> None:
         check(seed, call, **DENSE)
 
 
+@without_gpu
+@pytest.mark.parametrize(("len_q", "band", "splits"), [(100, {}, 2), (250, {"window_size": (10, 0)}, 1)], ids=["split", "band"])
+def test_no_block_is_read_behind_a_list(len_q: int, band: dict[str, Any], splits: int) -> None:
+    """The only block belongs to the first split, or lies before the windows of the last queries."""
+    mask = create_block_mask(lambda b, h, i, j: j >= 0, None, None, len_q, 100, "cpu", BLOCK_SIZE=128)
+    lists = block_lists(mask, 1, 2, len_q, 100, torch.device("cpu"))
+    call = {"attn_mask_type": "causal" if band else "no_mask", "blocks": lists, "mods": trace_mods(None, mask.mask_mod), **band}
+    check(1, call, splits, lengths_q=[len_q], lengths_kv=[100], num_heads=2, num_heads_kv=2)
+
+
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("splits", [1, BY_LENGTHS])
