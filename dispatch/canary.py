@@ -93,7 +93,7 @@ def _compare(name: str, spec: AttentionSpec, x: Operands, direction: Direction) 
     gradients = backend.backward(spec, x, out, lse, dout, dlse)
     exact_gradients, eager_gradients = (reference_gradients(spec, x, dout, dlse, dtype) for dtype in (torch.float64, spec.dtype))
     found = gradients[:-1], exact_gradients[:-1], eager_gradients[:-1]
-    return _first_difference(gradients._fields[:-1], *found, terms=_products(spec))
+    return _first_difference(gradients._fields[:-1], *found, terms=_sum_of_products(spec))
 
 
 def _compare_fp8(name: str, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
@@ -122,12 +122,12 @@ def _compare_fp8(name: str, spec: AttentionSpec, x: Operands, direction: Directi
     exact_dout = dout_of(spec, x, dout, torch.float64)
     expected = reference_gradients(spec, x, exact_dout, dlse)
     got, budget = backend.backward(spec, x, *arguments), emulated.backward(spec, x, *arguments)
-    return _first_difference(got._fields[:-1], got[:-1], expected[:-1], budget[:-1], _products(spec))
+    return _first_difference(got._fields[:-1], got[:-1], expected[:-1], budget[:-1], _sum_of_products(spec))
 
 
-def _products(spec: AttentionSpec) -> float:
-    """Returns the size of products of dout and values, of normal numbers."""
-    return math.sqrt(spec.head_dim_v)
+def _sum_of_products(spec: AttentionSpec) -> float:
+    """Returns the size of a key's sum over the queries of products of dout and values, which are normal numbers."""
+    return math.sqrt(spec.head_dim_v * LONGEST[0] * spec.group_size)
 
 
 def _sums_rounded_weights(name: str, spec: AttentionSpec, x: Operands) -> bool:

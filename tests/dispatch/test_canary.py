@@ -249,7 +249,7 @@ def test_keys_in_fp8_are_checked(monkeypatch):
     assert "the canary found it wrong" in str(canary.mismatch("triton", spec, "forward", CPU))
 
 
-@pytest.mark.parametrize(("error", "is_wrong"), [(1e-6, False), (0.1, True)])
+@pytest.mark.parametrize(("error", "is_wrong"), [(1e-3, False), (10.0, True)])
 def test_a_gradient_that_cancels_may_have_roundings(monkeypatch, error, is_wrong):
     """The gradient of q is 0 if there is one key."""
     spec = make_case(CASES["Formats: thd"], "cpu").spec._replace(dtype=torch.float16, length_q=1, length_kv=1)
