@@ -26,6 +26,8 @@ NOT_TAKEN = {
     "fp8_state": "16 bits or more",
 }
 
+_WAYS_OUT = "Call it under torch.no_grad(), or use `attention` with a plan"
+
 
 def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any) -> Any:
     """Returns attention of common queries over the keys of all ranks, bitwise identical on each rank. Has no gradients.
@@ -44,7 +46,7 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
             equal on all ranks. The first rank alone adds the sink. return_lse returns (out, lse).
 
     Raises:
-        ValueError, TypeError: an error of `flexattn.attention`; dropout, ALiBi or FP8, which cannot be split; q, k or v requires a
+        ValueError, TypeError: an error of `flexattn.attention`; dropout, ALiBi or FP8, which cannot be split; a tensor requires a
             gradient while gradients are recorded. Under FLEXATTN_CHECK=1 every rank raises, also if shapes of q differ between
             ranks.
         RuntimeError: the exchange failed or timed out.
@@ -58,6 +60,8 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
     try:
         _refuse((q, k, v), options)
         x, settings = functional.bind_call(q, k, v, **options, softmax_type=softmax_type, softmax_offset=offset)
+        if settings.needs_grad:
+            raise ValueError("a bias, a sink or a captured tensor requires a gradient, and decoding has none. " + _WAYS_OUT)
         q_format, _ = parse_format(settings.qkv_format)
         own = {"q": (tuple(q.shape), str(x.q.dtype)), "v's head dim": v.shape[-1], "softmax_type": softmax_type}
     except (TypeError, ValueError) as e:
@@ -84,9 +88,7 @@ def _refuse(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, object]) -> N
         raise ValueError("bias_type is 'alibi'. Use a score_mod with the position of this rank's first key")
     for name, t in zip("qkv", qkv, strict=True):
         if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires a gradient, and decoding has none. Call it under torch.no_grad(), or use `attention` with a plan"
-            )
+            raise ValueError(f"{name} requires a gradient, and decoding has none. {_WAYS_OUT}")
 
 
 def merge_over_ranks(

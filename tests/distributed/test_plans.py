@@ -736,6 +736,7 @@ def test_arguments_of_decoding_are_refused_by_name() -> None:
         "return_aux is given to attention_over_ranks": {"return_aux": flexattn.AuxRequest(entropy=True)},
         "bias_type is 'alibi'": {"bias_type": "alibi"},
         "q requires a gradient, and decoding has none. Call it under torch.no_grad": {"q": x.clone().requires_grad_()},
+        "a sink or a captured tensor requires a gradient": {"softmax_offset": torch.zeros(2, requires_grad=True)},
     }
     for text, changes in wrong.items():
         with pytest.raises(ValueError, match=text):
