@@ -15,7 +15,7 @@ SCALE = 2.5  # the factor of the usual scale.
 SOFTCAP = 2.25
 DROPOUT = 0.4375  # 7/16, because cuDNN needs multiples of 1/16.
 SLOPES = (0.05, 0.5)  # ALiBi's slopes, from the first head to the last.
-DESCALES = (0.5, 1.5)  # FP8 keys have these factors, from the first head to the last.
+DESCALES = (0.5, 1.5)  # factors of FP8 keys beside other queries, from the first head to the last.
 LISTED = 24  # entries of a list of keys.
 SEED, OFFSET = 0x1357_9BDF_0246_8ACE, 0x0F1E_2D3C_4B5A_6978  # both halves of the seed matter.
 
