@@ -122,7 +122,9 @@ def unmasked_blocks(
     if META.BLOCK_SIZE_Q > 0:  # the full blocks come first in memory order
         end = gl.maximum(num_blocks - gl.maximum(block_range.num_masked, 0) * (META.BLOCK_SIZE_KV // META.BLOCK_N), 1)
         if num_blocks > 0:  # otherwise the lists may end before the entry that is read
-            while (begin < end) & (key_block(gl.maximum(num_blocks - 1 - begin, 0), block_range, META)[0] + META.BLOCK_N > right_end):
+            while (begin < end) & (
+                key_block(gl.maximum(num_blocks - 1 - begin, 0), block_range, META)[0] + META.BLOCK_N > right_end
+            ):
                 begin += 1
             if META.HAS_LEFT:
                 while (begin < end) & (key_block(gl.minimum(num_blocks - end, num_blocks - 1), block_range, META)[0] < left_end):
