@@ -28,7 +28,7 @@ _ACCEPTED = {
     *(*FormatOptions.__annotations__, *ShortOptions.__annotations__, *MaskOptions.__annotations__, *LengthOptions.__annotations__),
     *("mask", "mask_mod", "seqused_q", "seqused_kv", "softmax_scale"),
 }
-_ABSENT = DEFAULTS | {"bias_type": "no_bias", "softmax_type": "vanilla"}  # what stands for an absent argument
+_ABSENT = DEFAULTS | {"bias_type": "no_bias", "softmax_type": "vanilla"}  # the values of absent arguments
 
 
 class SelectedKeys(NamedTuple):
@@ -146,9 +146,9 @@ def selection_loss(scores: Tensor, weights: Tensor, kv_indices: Tensor) -> Tenso
 
 
 def _prepared(
-    function: str, q: Tensor, k: Tensor, options: dict[str, object], own: tuple[str, ...]
+    function: str, q: Tensor, k: Tensor, options: dict[str, object], more: tuple[str, ...]
 ) -> tuple[Operands, AttentionSpec]:
-    """Returns a checked call without values, which are k, and its spec. own: options that only this function takes."""
+    """Returns a checked call without values, which are k, and its spec. more: options that only this function takes."""
     if is_traced():
         raise RuntimeError(f"{function}() cannot be traced or compiled; call it outside of the compiled region")
     validation.check_tensor("q", q, validation.DTYPES, None)
@@ -156,13 +156,13 @@ def _prepared(
     refused = [
         name
         for name, value in options.items()
-        if name not in _ACCEPTED and name not in own
+        if name not in _ACCEPTED and name not in more
         if value is not None and (isinstance(value, Tensor) or value != _ABSENT.get(name))
     ]
     if arguments["bias"] is not None:
         refused.append("mask in floating point")
     if refused:
-        accepted = ", ".join(("the format, masks, lengths", *own))
+        accepted = ", ".join(("the format, masks, lengths", *more))
         raise ValueError(f"{refused[0]} is given to {function}(); accepted: arguments for {accepted} and softmax_scale")
     with torch.no_grad():
         x, settings, _ = prepare(q, k, k, arguments)

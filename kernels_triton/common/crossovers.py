@@ -416,13 +416,13 @@ tokens, and the speed."""
 # fmt: off
 CROSSOVERS: tuple[Rule, ...] = (
     # --- sm_90: the forward of a half type, head dims up to 256. First few queries, as in decoding: loading the keys is their work.
-    # 17 to 64 rows take 0.43 to 1 of the portable kernel's time. At most 16 rows without pages take 0.8 to 1.1 of it. Windows of
-    # 128 keys take 1 to 1.8 times as long, and windows of 1024 keys 0.8 to 1.2 times (in pages, up to 1.35 times).
+    # 17 to 64 rows take 0.55 to 1.01 of the portable kernel's time. At most 16 rows without pages take 0.7 to 1.06 of it, windows
+    # of 128 keys 0.88 to 1.77, and windows of 1024 keys 0.84 to 1.2 (in pages 0.73 to 1.35).
     Rule(use="sm_90", decode="shared", query_rows=(17, None),
          keys_from=1024, window_left_from=512, bytes_from=2**23, source=_FEW),
     Rule(use="sm_90", decode="shared", paged=False,
          keys_from=1024, window_left_from=512, bytes_from=2**23, source=_FEW),
-    # 512 keys of 4 sequences in pages take 8 to 38 % less time, and of 64 sequences 3 to 46 % more.
+    # 512 keys of 4 sequences in pages take 38 % less to 1 % more time, and of 64 sequences 3 to 46 % more.
     Rule(use="sm_90", decode="shared", paged=True, keys=(512, 1023), bytes=(None, 2**25 - 1),
          window_left_from=512, source=_FEW),
     Rule(use="sm_90", decode="shared", paged=True, head_dim=64,
@@ -431,8 +431,8 @@ CROSSOVERS: tuple[Rule, ...] = (
          keys_from=1024, window_left_from=2048, bytes_from=2**25, source=_FEW),
     Rule(use="sm_90", decode="shared", paged=True,
          keys_from=1024, window_left_from=2048, bytes_from=2**28, source=_FEW),
-    # Query heads with key heads of their own: 17 to 64 rows take 0.66 to 1.02 of the portable kernel's time at head dim 256, and
-    # from 4096 keys on if all tiles run at once. Other calls take 0.9 to 1.65 of it, so no number of keys is enough.
+    # Query heads with key heads of their own: 17 to 64 rows take 0.67 to 0.84 of the portable kernel's time at head dim 256, and
+    # 0.68 to 1.07 from 4096 keys on if all tiles run at once. Other calls take 0.83 to 1.67 of it, so no number of keys is enough.
     Rule(use="sm_90", decode="alone", query_rows=(17, None), head_dim=256, keys=(1024, None), source=_FEW_ALONE),
     Rule(use="sm_90", decode="alone", query_rows=(17, None), rows_of_one_wave=128, keys=(4096, None), source=_FEW_ALONE),
     Rule(use="sm_90", decode="alone", keys=(1024, None), keys_from=NEVER, source=(_FEW, _FEW_ALONE)),
@@ -486,10 +486,10 @@ CROSSOVERS: tuple[Rule, ...] = (
          source="modified_scores_h200.json"),
     # Head dim 128
     Rule(use="sm_90", head_dim=128, dropout=True, mask=("open", "causal"), tokens_from=512, flops_from=2**31, source=_DROPOUT),
-    # Few tiles of 256 to 512 keys take 12 to 36 % less time.
+    # Few tiles of 256 to 512 keys take 13 to 33 % less time.
     Rule(use="sm_90", head_dim=(128, 256), mask="open", queries=(65, None), keys=(256, 1023), blocks_per_sm=(None, 1), **_PLAIN,
          source=_UNEQUAL),
-    # 64 tokens of 2**32 FLOPs take up to 17 % less time, and with fewer FLOPs 3 to 20 % more.
+    # 64 tokens take 17 % less to 3 % more time with 2**31 FLOPs or more, and 3 to 25 % more with fewer.
     Rule(use="sm_90", head_dim=128, mask=("open", "causal"), tokens=(None, 64), **_PLAIN, flops_from=2**31, source=_64_TOKENS),
     # Head dims of 72 to 96 take 4 to 35 % less time than in the portable kernel.
     Rule(use="sm_90", head_dim=128, width=(65, 96), mask=("open", "causal"), **_PLAIN,
@@ -521,7 +521,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 1.35 to 2.3 times as fast as the portable kernel.
     Rule(use="sm_90", head_dim=192, mask="windowed", dropout=False,
          tokens_from=256, flops_from=2**30, source=(_WINDOWS, _SMALL)),
-    # Head dim 256. 5 to 34 % less time at head dims of 129 to 160
+    # Head dim 256. 6 to 56 % less time at 160, with softcap 13 to 49 %
     Rule(use="sm_90", width=(129, 160), mask=("open", "causal", "windowed"), head_dim=256, **_PLAIN,
          tokens_from=128, flops_from=2**28, source=_UNEQUAL),
     Rule(use="sm_90", width=(129, 160), mask="modified", softcap=True, head_dim=256, **_PLAIN,
@@ -723,8 +723,8 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=256, flops_from=2**31, keys_per_sm_from=15, source=(_WINDOWS, _SMALL)),
     Rule(use="sm_90 two-kernel", head_dim=256, mask="windowed", dropout=False,
          tokens_from=512, flops_from=2**31, keys_per_sm_from=15, source=_WINDOWS),
-    # Unequal lengths in one head or in many: 19 to 30 % less time than in the portable kernels up to head dim 160, and 17 to 81 %
-    # less at 256. Softcap takes 1 % more to 25 % less at 160.
+    # Unequal lengths in one head or in many: 19 to 64 % less time than in the portable kernels at head dim 160 (64 heads take
+    # more, and have the fused kernel), and 17 to 81 % less at 256. Softcap takes 1 % more to 25 % less at 160.
     Rule(use="sm_90 two-kernel", **_TO_160, mask="open", queries=(1024, None), keys=(None, 1024)),
     Rule(use="sm_90 two-kernel", **_TO_160, mask="modified", softcap=True, tokens_from=512, flops_from=2**30, keys_per_sm_from=48),
     Rule(use="sm_90 two-kernel", **_FROM_193, queries=(None, 512), keys=(512, None)),
@@ -908,7 +908,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          gain=1.05, source=(*_FITTED_80, _WINDOWS, _SMALL)),
     Rule(use="sm_90 fitted", width=(65, 96), mask="modified", softcap=True, **_PLAIN, keys=(129, None), tokens=(192, None),
          gain=1.1, source=_SMALL),
-    # 8 to 10 % less time with softcap at 160
+    # 5 to 16 % less time with softcap at 160
     Rule(use="sm_90 fitted", head_dim=256, width=(129, 160), mask="modified", softcap=True, **_PLAIN, tokens=(128, None),
          source=_UNEQUAL),
     Rule(use="sm_90 fitted", head_dim=256, width=(None, 160), mask=("open", "causal"), **_PLAIN, tokens=(128, None),

@@ -456,7 +456,7 @@ def combine_parts(problem: Problem, parts: Parts, results: tuple[Tensor, Tensor]
         combine_meta = combine_meta._replace(
             HEADS=tile.heads, GROUP=slots_of_heads(tile.heads), QUERIES=tile.queries, FEWEST=2 if tile.writes_whole else 1
         )
-    programs = x.batch * x.num_heads * x.longest_q if by_sequence else num_rows
+    programs = _rows_of_out(x) if by_sequence else num_rows
     launch(_combine_splits_kernel, programs, out.device, _TILE, (args, combine_meta))
     if x.has_padding_q and not by_sequence:
         zero_padding(x, out, "q", lse)
