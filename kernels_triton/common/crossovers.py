@@ -245,7 +245,13 @@ SPLIT_COST, SPLIT_ROW_COST = 800, 0.25
 keys 129 instead of 350 (bench/results/splits_more_h200.json, script not kept).
 """
 SPLIT_MOST = 128
-"""Maximum splits of a tile: the lse values of all splits are in registers at once."""
+"""Maximum splits of a tile. The kernel that combines them loads the lse values of so many splits at once."""
+SPLIT_FEW_ROWS = 8
+"""Most rows of out for each multiprocessor with which a program combines the parts of one row.
+
+With more, a program has eight rows: a batch-invariant call of 4096 tokens takes 328 us instead of 714, and 512 queries of 32768
+keys take 115 instead of 128 (bench/results/combine_h200.json, script not kept).
+"""
 SPLIT_PIECE = 2048
 """Minimum keys of a split of a batch-invariant call: a multiple of every tile's keys."""
 SPLIT_PROGRAMS = 2

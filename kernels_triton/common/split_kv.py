@@ -29,7 +29,16 @@ from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Band, Lengths, Pointer, Rows
-from flexattn.kernels_triton.common.crossovers import SPLIT_COST, SPLIT_KEYS, SPLIT_MOST, SPLIT_ROW_COST, Facts, deciding, slower
+from flexattn.kernels_triton.common.crossovers import (
+    SPLIT_COST,
+    SPLIT_FEW_ROWS,
+    SPLIT_KEYS,
+    SPLIT_MOST,
+    SPLIT_ROW_COST,
+    Facts,
+    deciding,
+    slower,
+)
 from flexattn.kernels_triton.common.exponents import LN2, LOG2E
 from flexattn.kernels_triton.common.facts import key_bytes
 from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
@@ -44,8 +53,8 @@ from flexattn.kernels_triton.runtime.device import Tile, num_processors
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
-_TILE = Tile(16, 128, 4, 1)  # parts at a time
-_MOST_ROWS = 2  # maximum programs per row of q if the combining kernel also writes the padding
+_LSE_AT_ONCE = tl.constexpr(SPLIT_MOST)  # parts of a row whose lse is loaded at once
+_MOST_ROWS = 2  # maximum rows to combine per row of q if the combining kernel also writes the padding
 _PLAN_TILE = Tile(512, 64, 4, 1)  # entries at a time
 _WITHOUT_TEAM = 0.05  # maximum share of the programs
 ROOM = tl.constexpr(16)
@@ -294,15 +303,16 @@ class CombineMeta(NamedTuple):
     HEAD_DIM: int
     WIDTH: int  # elements of a part's row
     COLUMNS: int  # the head dim, rounded up to a power of two
-    MOST: int  # maximum number of splits
-    AT_ONCE: int  # splits whose out is in registers at a time
+    ROWS: int  # rows of out that a program computes
+    AT_ONCE: int  # parts of a row whose loads do not wait for each other
     IS_UNBOUNDED: bool
     ALIGN: int
     WIDE_STRIDES: bool
     IS_RAGGED_Q: bool
     HAS_PADDING: bool
     OVERLAPS: bool
-    # a program has a query of a sequence, and its first one also writes the padding; otherwise a program has a row
+    # rows are numbered by sequence, head and query, and the program of a head's first query also writes the padding;
+    # otherwise rows are numbered as in lse
     BY_SEQUENCE: bool
     # With a plan, the heads, the rows of a query and the queries of a tile, and the minimum parts of a tile to combine
     HEADS: int = 0
@@ -311,50 +321,64 @@ class CombineMeta(NamedTuple):
     FEWEST: int = 0
 
 
-@triton.jit
-def _log_weight(lse, scaled_max, lost_ptr, rows, META: tl.constexpr):
-    # Returns the log weight of splits with this lse, relative to `scaled_max`
-    relative = lse - scaled_max
-    if META.IS_UNBOUNDED:  # padding has neither number
-        relative += tl.load(lost_ptr + rows, mask=lse > float("-inf"), other=0.0)
-    return relative
+class RowParts(NamedTuple):
+    """The parts of each row of a program, inside a kernel."""
+
+    first_row: tl.tensor  # the row's number in its first part, int64
+    num_rows: int | tl.tensor  # rows from one part to the next
+    count: int | tl.tensor  # parts of each row
+    num_all_rows: tl.tensor  # rows of all parts together
 
 
+# Returns (out, lse) of a program's rows. Parts are added one by one, so no sum depends on the other rows or on the tile.
 @triton.jit
-def sum_of_parts(parts, row, num_all_rows, META: tl.constexpr):
-    # Returns (out, lse) of the parts of a query. `row` is its row in the first part, num_all_rows the rows of all parts together.
+def sum_of_parts(parts, rows, is_row, META: tl.constexpr):
     AT_ONCE: tl.constexpr = META.AT_ONCE
     COLUMNS: tl.constexpr = META.COLUMNS
-    num_rows = parts.num_rows
-    num_splits = parts.num_splits
-    splits = tl.arange(0, META.MOST)
-    lse_pointers = parts.lse_ptr + splits.to(tl.int64) * num_rows + row
-    lost_ptr = parts.lse_ptr + num_all_rows
-    lse_of_splits = tl.load(lse_pointers, mask=splits < num_splits, other=float("-inf"))
-    largest = tl.max(lse_of_splits, 0)
+    ROWS: tl.constexpr = META.ROWS
+    count = tl.where(is_row, rows.count, 0)
+    most = tl.max(count, 0)
+    largest_of_columns = tl.full([ROWS, _LSE_AT_ONCE], float("-inf"), tl.float32)
+    for first in range(0, most, _LSE_AT_ONCE):
+        part = first + tl.arange(0, _LSE_AT_ONCE)[None, :]
+        lse_pointers = parts.lse_ptr + (rows.first_row[:, None] + part.to(tl.int64) * rows.num_rows)
+        lse_of_parts = tl.load(lse_pointers, mask=part < count[:, None], other=float("-inf"))
+        largest_of_columns = tl.maximum(largest_of_columns, lse_of_parts)
+    largest = tl.max(largest_of_columns, 1)
     scaled_max = tl.where(largest == float("-inf"), 0.0, largest)  # if a row sees nothing, exp2(-inf - 0) is 0
-    rows_of_splits = splits.to(tl.int64) * num_rows + row
-    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, lost_ptr, rows_of_splits, META) * LOG2E), 0)
-    total = tl.where(total == 0.0, 1.0, total)
     columns = tl.arange(0, COLUMNS)
-    out = tl.zeros([COLUMNS], tl.float32)
-    for first in range(0, num_splits, AT_ONCE):
-        split_indices = first + tl.arange(0, AT_ONCE)
-        is_split = split_indices < num_splits
-        rows = split_indices.to(tl.int64) * num_rows + row
-        lse_at_once = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
-        weights = tl.exp2(_log_weight(lse_at_once, scaled_max, lost_ptr, rows, META) * LOG2E)
-        inside = is_split[:, None] & (columns < META.HEAD_DIM)[None, :]
-        part = tl.load(parts.ptr + (rows * META.WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
-        out += tl.sum(part * weights[:, None], 0)
-    return out / total, largest + tl.log2(total) * LN2
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, most, AT_ONCE):
+        for n in tl.static_range(AT_ONCE):
+            has_part = first + n < count
+            row = rows.first_row + tl.cast(first + n, tl.int64) * rows.num_rows
+            lse = tl.load(parts.lse_ptr + row, mask=has_part, other=float("-inf"))
+            log_weight = lse - scaled_max
+            if META.IS_UNBOUNDED:  # padding has neither number
+                log_weight += tl.load(parts.lse_ptr + rows.num_all_rows + row, mask=lse > float("-inf"), other=0.0)
+            weight = tl.exp2(log_weight * LOG2E)
+            inside = has_part[:, None] & (columns < META.HEAD_DIM)[None, :]
+            part = tl.load(parts.ptr + (row * META.WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
+            total += weight
+            out += part * weight[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    return out / total[:, None], largest + tl.log2(total) * LN2
 
 
+# Returns the row of lse of a head's first query.
 @triton.jit
-def store_padding(args, b, h, start, length, lse_ptr, META: tl.constexpr):
-    # Writes 0 in out and -inf in lse, in one head's rows of one sequence that have no token
+def _first_row_of_head(lengths, b, h, num_heads, start, META: tl.constexpr):
+    return tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * lengths.num_tokens + start
+
+
+# Writes 0 in out and -inf in lse, in one head's rows of one sequence that have no token.
+@triton.jit
+def store_padding(args, b, h, META: tl.constexpr):
     lengths = args.lengths_q
-    ROWS: tl.constexpr = META.AT_ONCE
+    ROWS: tl.constexpr = 16
+    start, length = load_sequence(lengths, b, META.IS_RAGGED_Q)
+    lse_ptr = args.lse_ptr + _first_row_of_head(lengths, b, h, args.num_heads, start, META)
     front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED_Q)
     step, offsets = row_steps(args.out.stride_s, ROWS, META)
     base = row_pointer(args.out, b, h, start, META)
@@ -366,22 +390,24 @@ def store_padding(args, b, h, start, length, lse_ptr, META: tl.constexpr):
             tl.store(lse_ptr + hidden, tl.full([ROWS], float("-inf"), tl.float32), mask=hidden < end)
 
 
+# Returns the `RowParts` of queries by the plan.
 @triton.jit
-def _planned_parts(args, b, h, row, META: tl.constexpr):
-    # Returns (`PartPointers` of the tile with this query, the query's row in the tile's first part)
+def _planned_parts(args, b, h, token, META: tl.constexpr):
     plan = args.plan
     share, _total = share_of_program(plan)
-    entry = b * plan.blocks + row // META.QUERIES
+    entry = b * plan.blocks + token // META.QUERIES
     before = tl.load(plan.before_ptr + entry)
     count = (tl.load(plan.before_ptr + entry + 1) - before) // plan.tiles
     head = h // META.HEADS
     begin = before + head // plan.teams * count
     program = begin // share
-    num_splits = (begin + count - 1) // share - program + 1
     piece = Piece(entry=entry, head=head, program=program, first=0, end=count)
-    place = first_row_of_part(plan, part_of_piece(plan, piece)) + row % META.QUERIES * META.GROUP + h % META.HEADS
-    num_rows = plan.part_rows * plan.teams
-    return PartPointers(ptr=args.parts.ptr, lse_ptr=args.parts.lse_ptr, num_rows=num_rows, num_splits=num_splits), place
+    return RowParts(
+        first_row=first_row_of_part(plan, part_of_piece(plan, piece)) + token % META.QUERIES * META.GROUP + h % META.HEADS,
+        num_rows=plan.part_rows * plan.teams,
+        count=(begin + count - 1) // share - program + 1,
+        num_all_rows=first_row_of_part(plan, plan.num_parts),
+    )
 
 
 @kernel
@@ -389,35 +415,48 @@ def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
     wait_for_previous(META.OVERLAPS)
     lengths = args.lengths_q
     parts = args.parts
-    row = tl.program_id(0)
+    ROWS: tl.constexpr = META.ROWS
     queries = lengths.max_seqlen if META.BY_SEQUENCE else lengths.num_tokens
+    num_rows = lengths.batch * args.num_heads * queries if META.BY_SEQUENCE else parts.num_rows
+    first = tl.program_id(0) * ROWS
+    if META.BY_SEQUENCE and META.HAS_PADDING:
+        for padded_row in range(first, tl.minimum(first + ROWS, num_rows)):
+            if padded_row % queries == 0:
+                head = padded_row // queries
+                store_padding(args, head // args.num_heads, head % args.num_heads, META)
+    row = first + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    row = tl.minimum(row, num_rows - 1)
     token = row % queries
     h = row // queries % args.num_heads
     b = row // queries // args.num_heads  # 0 for rows of packed sequences
+    start = 0
     if META.BY_SEQUENCE:
         start, length = load_sequence(lengths, b, META.IS_RAGGED_Q)
-        first_row = tl.cast(h if META.IS_RAGGED_Q else b * args.num_heads + h, tl.int64) * lengths.num_tokens + start
-        if META.HAS_PADDING:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
-            if token == 0:
-                store_padding(args, b, h, start, length, args.lse_ptr + first_row, META)
-        if token >= length:
-            return
-        row = first_row + token
-    place = row
+        is_row &= token < length
+        row = _first_row_of_head(lengths, b, h, args.num_heads, start, META) + token
     if META.FEWEST > 0:
-        parts, place = _planned_parts(args, b, h, token, META)
-        num_all_rows = first_row_of_part(args.plan, args.plan.num_parts)
-        if parts.num_splits < META.FEWEST:
-            return
+        rows = _planned_parts(args, b, h, token, META)
+        is_row &= rows.count >= META.FEWEST
     else:
-        num_all_rows = tl.cast(parts.num_splits, tl.int64) * parts.num_rows
-    if META.BY_SEQUENCE:
-        token += start
-    out, lse = sum_of_parts(parts, place, num_all_rows, META)
+        rows = RowParts(
+            first_row=tl.cast(row, tl.int64),
+            num_rows=parts.num_rows,
+            count=parts.num_splits,
+            num_all_rows=tl.cast(parts.num_splits, tl.int64) * parts.num_rows,
+        )
+    out, lse = sum_of_parts(parts, rows, is_row, META)
     columns = tl.arange(0, META.COLUMNS)
-    pointer = row_pointer(args.out, b, h, token, META)
-    tl.store(pointer + columns, out.to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
-    tl.store(args.lse_ptr + row, lse)
+    pointers = row_pointer(args.out, b, h, token + start, META)[:, None] + columns[None, :]
+    tl.store(pointers, out.to(args.out.ptr.dtype.element_ty), mask=is_row[:, None] & (columns < META.HEAD_DIM)[None, :])
+    tl.store(args.lse_ptr + row, lse, mask=is_row)
+
+
+def _combining_tile(num_rows: int, columns: int, device: torch.device) -> Tile:
+    # Returns a tile of (rows, parts at once). If rows are few, one warp for each row keeps more loads in flight.
+    if num_rows <= SPLIT_FEW_ROWS * num_processors(device):
+        return Tile(1, min(16, 4096 // columns), 1, 1)
+    return Tile(8, 4, 4 * max(1, columns // 128), 1)
 
 
 def combine_parts(problem: Problem, parts: Parts, results: tuple[Tensor, Tensor], plan: Plan | None, tile: PlannedTile) -> None:
@@ -428,8 +467,11 @@ def combine_parts(problem: Problem, parts: Parts, results: tuple[Tensor, Tensor]
     x, (out, lse) = problem, results
     head_dim = out.shape[-1]
     by_sequence = plan is not None or (x.has_padding_q and x.batch * x.longest_q <= _MOST_ROWS * x.q.shape[:-2].numel())
-    meta = x.meta(_TILE, (out,))
     num_splits, num_rows = (0, plan.part_rows) if plan is not None else parts.out.shape[:2]
+    rows_of_out = _rows_of_out(x) if by_sequence else num_rows
+    columns = triton.next_power_of_2(head_dim)
+    combining = _combining_tile(rows_of_out, columns, x.device)
+    meta = x.meta(combining, (out,))
     args = CombineArguments(
         plan=plan,
         parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=num_rows, num_splits=num_splits),
@@ -441,9 +483,9 @@ def combine_parts(problem: Problem, parts: Parts, results: tuple[Tensor, Tensor]
     combine_meta = CombineMeta(
         HEAD_DIM=head_dim,
         WIDTH=parts.out.shape[-1],
-        COLUMNS=triton.next_power_of_2(head_dim),
-        MOST=SPLIT_MOST if plan is None else triton.next_power_of_2(plan.programs),
-        AT_ONCE=_TILE.block_m,
+        COLUMNS=columns,
+        ROWS=combining.block_m,
+        AT_ONCE=combining.block_n,
         IS_UNBOUNDED=x.is_unbounded,
         ALIGN=meta.ALIGN,
         WIDE_STRIDES=meta.WIDE_STRIDES,
@@ -456,7 +498,6 @@ def combine_parts(problem: Problem, parts: Parts, results: tuple[Tensor, Tensor]
         combine_meta = combine_meta._replace(
             HEADS=tile.heads, GROUP=slots_of_heads(tile.heads), QUERIES=tile.queries, FEWEST=2 if tile.writes_whole else 1
         )
-    programs = _rows_of_out(x) if by_sequence else num_rows
-    launch(_combine_splits_kernel, programs, out.device, _TILE, (args, combine_meta))
+    launch(_combine_splits_kernel, cdiv(rows_of_out, combining.block_m), out.device, combining, (args, combine_meta))
     if x.has_padding_q and not by_sequence:
         zero_padding(x, out, "q", lse)
