@@ -20,6 +20,7 @@ from flexattn.bench.shapes import DIRECTIONS, OLDER, PRESETS, PUBLISHED, WORKLOA
 from flexattn.cli import Parser, program
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
+RIVAL = 1.25  # largest time of a rival, that of the fastest peer being 1
 DEFAULT_PRESET = {"cuda": "quick", "cpu": "tiny"}
 ON_A_CPU = (
     "No GPU here: flexattn runs its eager backend, and the peers run their CPU code. The times mean something only beside each "
@@ -65,6 +66,13 @@ def make_parser() -> Parser:
     )
     what.add_argument(
         "--peers", nargs="*", metavar="NAME", default=["*"], help="by name or pattern; none to measure flexattn alone"
+    )
+    what.add_argument(
+        "--rivals",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help=f"leave out peers that took more than {RIVAL} times as long as the fastest peer of a cell in these results",
     )
     what.add_argument("--mma-tiles", action="store_true", help="also candidates of tiles of the kernels for mma.sync")
     what.add_argument(
@@ -184,6 +192,7 @@ def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> 
         i.name.removeprefix("flexattn ") for i in plan.implementations if tables.is_ours(i.name) and not tiles.is_candidate(i.name)
     ]
     same = ["--directions", *plan.directions, "--backends", *backends, "--peers", *args.peers]
+    same += ["--rivals", *map(str, args.rivals)] if args.rivals else []
     same += ["--mma-tiles"] * args.mma_tiles + ["--portable-tiles"] * args.portable_tiles
     names = [w.name for w in plan.workloads]
     seconds = compile_in_processes([*same, "--flex-mode", args.flex_mode], names, args.compile_processes, most)
@@ -206,11 +215,31 @@ def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[
             chosen |= {name: everyone[name] for name in found}
     if args.preset == OLDER and FLEX in chosen:
         chosen[FLEX] = chosen[FLEX]._replace(serves=mma.is_beside_flex)
+    if args.rivals:
+        chosen = {name: i if tables.is_ours(name) else _as_rival(i, args.rivals) for name, i in chosen.items()}
     if args.mma_tiles:
         chosen |= {i.name: i for i in mma.tile_implementations(flexattn.__version__)}
     if args.portable_tiles:
         chosen |= {i.name: i for i in tiles.tile_implementations(workloads)}
     return list(chosen.values())
+
+
+def _as_rival(peer: Implementation, files: Sequence[Path]) -> Implementation:
+    """Returns the peer for the cells in which the files have it as a rival, and for cells that no file has."""
+    known, rival = set(), set()
+    for file in files:
+        earlier = record.read(file)
+        for cell in earlier.cells():
+            times = {name: row.us for name, row in earlier.of(*cell).items() if row.us is not None and not tables.is_ours(name)}
+            known.add(cell)
+            if peer.name in times and times[peer.name] <= RIVAL * min(times.values()):
+                rival.add(cell)
+
+    def serves(workload: Workload, direction: str) -> bool:
+        cell = workload.name, direction
+        return peer.serves(workload, direction) and (cell in rival or cell not in known)
+
+    return peer._replace(serves=serves)
 
 
 def _printer() -> Callable[[str], object]:
