@@ -107,6 +107,7 @@ COLUMNS: dict[str, Callable[[Problem], Any]] = {
     "window_left": lambda x: UNLIMITED if x.window_left is None else x.window_left,
     "dropout": lambda x: x.dropout_p > 0,
     "bias": lambda x: x.bias is not None,
+    "by_distance": lambda x: x.mods is not None and (x.mods.per_distance is not None or x.mods.num_tables > 0),
     "listed": lambda x: x.is_listed,
     "paged": lambda x: x.page_table is not None,
     "packed": lambda x: x.has_lengths,

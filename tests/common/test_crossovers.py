@@ -24,6 +24,8 @@ CALL = {
     "head_dim": 64,
     "mask": "causal",
     "softcap": False,
+    "by_distance": False,
+    "listed": False,
     "dropout": False,
     "tokens": 2048,
     "mean_tokens": 2048,

@@ -29,6 +29,7 @@ from flexattn.kernels_triton.common import tiles
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.runtime.device import Tile, pretended_device
+from tests.device import modified_calls
 
 WORST = 0.03  # of the largest element
 BUDGET_MS = 8.0  # device time of each candidate
@@ -83,7 +84,7 @@ class Shape(NamedTuple):
     @property
     def is_few(self) -> bool:
         """True for the calls of `few_shapes`, whose keys are in a cache."""
-        return self.page > 0 or self.mask not in MANY_MASKS
+        return self.page > 0 or self.mask.startswith("last")
 
 
 class Calls(NamedTuple):
@@ -117,10 +118,7 @@ def shapes() -> Iterator[Shape]:
         for mask in MANY_MASKS:
             is_plain = mask in ("open", "causal")
             for tokens in EVEN_LENGTHS if is_wide or not is_plain else LENGTHS:
-                for work in (13, 15, 17):
-                    sequences = max(1, 2**work // tokens)
-                    heads = min(16, sequences)
-                    yield Shape(sequences // heads, tokens, tokens, heads, heads, *dims, mask)
+                yield from _works(tokens, dims, mask)
         for tokens in (512, 1024, 2048, 4096):
             for batch in (1, 2):
                 yield Shape(batch, tokens, tokens, 32, 8, *dims, "causal")
@@ -147,13 +145,44 @@ def unequal_shapes() -> Iterator[Shape]:
             yield Shape(1, queries, keys, 32, 8, *dims, "open")
     for mask in MANY_MASKS:
         for tokens in (128, 200, *EVEN_LENGTHS):
-            for work in (13, 15, 17):
-                sequences = max(1, 2**work // tokens)
-                heads = min(16, sequences)
-                yield Shape(sequences // heads, tokens, tokens, heads, heads, 160, 160, mask)
+            yield from _works(tokens, (160, 160), mask)
 
 
-CALLS = {"small": shapes, "few": few_shapes, "unequal": unequal_shapes}
+def _works(tokens: int, dims: tuple[int, int], mask: str) -> Iterator[Shape]:
+    """Yields calls of 2**13, 2**15 and 2**17 tokens of all heads."""
+    for work in (13, 15, 17):
+        sequences = max(1, 2**work // tokens)
+        heads = min(16, sequences)
+        yield Shape(sequences // heads, tokens, tokens, heads, heads, *dims, mask)
+
+
+def modified_shapes() -> Iterator[Shape]:
+    """Yields calls with modified scores, dropout and packed batches."""
+    for mask in modified_calls.MASKS:
+        if mask != "dropout open":
+            for dims in ((64, 64), (128, 128), (256, 256)):
+                for tokens in EVEN_LENGTHS:
+                    yield from _works(tokens, dims, mask)
+                for tokens in (512, 2048):
+                    yield Shape(2, tokens, tokens, 32, 8, *dims, mask)
+
+
+def more_modified_shapes() -> Iterator[Shape]:
+    """Yields such calls at head dims of 96 and of 192 and 128, of 128 tokens, and with dropout and no mask."""
+    for mask in modified_calls.MASKS:
+        if "packed" in mask:
+            continue
+        for dims in HEAD_DIMS:
+            if dims in ((96, 96), (192, 128)) or (mask == "dropout open" and dims != (80, 80)):
+                for tokens in (256, 1024, 4096):
+                    yield from _works(tokens, dims, mask)
+                for tokens in (512, 2048):
+                    yield Shape(2, tokens, tokens, 32, 8, *dims, mask)
+            if mask in ("alibi", "dropout", "documents") and dims in ((64, 64), (128, 128), (256, 256)):
+                yield from _works(128, dims, mask)
+
+
+CALLS = {"small": shapes, "few": few_shapes, "unequal": unequal_shapes, "modified": modified_shapes, "more": more_modified_shapes}
 
 
 def drawn_shapes(count: int) -> Iterator[Shape]:
@@ -169,6 +198,8 @@ def drawn_shapes(count: int) -> Iterator[Shape]:
 
 
 def calls_of(shape: Shape, device: str = "cuda") -> Calls:
+    if shape.mask in modified_calls.MASKS:
+        return Calls(*modified_calls.calls_of(shape, device))
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
 
     def rows(tokens: int, heads: int, head_dim: int) -> Tensor:
@@ -194,7 +225,7 @@ def calls_of(shape: Shape, device: str = "cuda") -> Calls:
 def _tiles_of(family: families.Family[Any], call: Any) -> dict[str, Any]:
     """Returns the tiles that a family of sm_90 has for a call's head dims, by name."""
     x = call.problem
-    width, is_softcap = facts_of(x)["head_dim"], x.softcap > 0
+    width, is_modified = facts_of(x)["head_dim"], (x.is_modified or x.dropout_p > 0) and not x.is_listed
     named: dict[str, Any] = {}
     if x.seqused_kv is not None:
         return {"": family.tile(call)}
@@ -203,8 +234,8 @@ def _tiles_of(family: families.Family[Any], call: Any) -> dict[str, Any]:
         named = {n: t for n, t in tiles.HOPPER_FORWARD.items() if n.partition("_")[0] in columns and "paged" not in n}
     elif family is families.HOPPER_FUSED:
         named = {n: t for n, t in tiles.HOPPER_FUSED.items() if t.head_dim == width}
-        if width == 64:  # with 128 queries, softcap lacks registers
-            named = {n: t for n, t in named.items() if ("modified" in n) == is_softcap}
+        if width == 64:  # with 128 queries, modified scores lack registers
+            named = {n: t for n, t in named.items() if ("modified" in n) == is_modified}
         fitted = family.fitted_tile(call)
         named |= {n: t for n, t in tiles.HOPPER_FUSED_FITTED.items() if fitted and t.head_dim == fitted.head_dim}
         return named
@@ -212,6 +243,8 @@ def _tiles_of(family: families.Family[Any], call: Any) -> dict[str, Any]:
         named = {"": family.tile(call)}
     if fitted := family.fitted_tile(call):
         named["fitted"] = fitted
+    if x.block_mask is not None:  # a tile's queries must divide a block's
+        named = {n: t for n, t in named.items() if x.block_mask.block_size_q % getattr(t, "block_m", 1) == 0}
     return named
 
 
@@ -231,6 +264,9 @@ def candidates(call: Forward | Backward) -> dict[str, tuple[families.Family[Any]
     for family in others:
         if family.unsupported(call) is None:
             found |= {f"{family.name} {name}".strip(): (family, tile) for name, tile in _tiles_of(family, call).items()}
+    choice: families.Choice = families.choose(call, families.Policy())  # type: ignore[type-var]
+    if not any(family is choice.family and tile == choice.tile for family, tile in found.values()):
+        found[f"{choice.family.name} {choice.tile}"] = (choice.family, choice.tile)
     return found
 
 
@@ -312,9 +348,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def regrets(path: Path) -> dict[str, dict[str, float]]:
     """Returns the time of today's choice beside that of the fastest candidate, by direction and call of a result file."""
+    from flexattn.kernels_triton.runtime.launch import recorded_launches
+
     found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
-    with pretended_device(90, 132):
+    with pretended_device(90, 132), recorded_launches():  # a call with a relative bias launches a kernel before the choice
         for row in json.loads(path.read_text())["rows"]:
+            if row["status"] != "measured":
+                continue
             shape, us = Shape(*row["shape"]), row["us"]
             found[row["direction"]][str(shape)] = us[choice_of(getattr(calls_of(shape, "meta"), row["direction"]))] / min(
                 us.values()

@@ -21,6 +21,7 @@ BOUNDS = {
     "small_calls_few_h200": (1.026, 1.35, 46),
     "small_calls_few_alone_h200": (1.005, 1.1, 0),
     "small_calls_unequal_h200": (1.01, 1.4, 6),
+    "small_calls_modified_h200": (1.012, 1.4, 9),
 }
 
 
@@ -44,8 +45,13 @@ def test_auto_takes_nearly_the_fastest_kernel(name: str, direction: str) -> None
 
 
 def test_each_candidate_is_launched_and_the_choice_is_one_of_them() -> None:
-    chosen = [*small_calls.drawn_shapes(24)]
-    assert len({shape.mask for shape in chosen}) == len(small_calls.MANY_MASKS)
+    chosen = [
+        *small_calls.drawn_shapes(24),
+        *list(small_calls.modified_shapes())[::17],
+        *list(small_calls.more_modified_shapes())[::17],
+    ]
+    masks = {*small_calls.MANY_MASKS, *small_calls.modified_calls.MASKS}
+    assert {shape.mask for shape in chosen} == masks
     with pretended_device(90, 132), recorded_launches() as launches:
         for call in (call for shape in chosen for call in small_calls.calls_of(shape, "meta")):
             candidates = small_calls.candidates(call)
