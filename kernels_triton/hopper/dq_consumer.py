@@ -121,9 +121,9 @@ def consume_dq(
             if LOOPS == 1:
                 is_cut = is_cut | is_any_large(large, META)
             if is_cut:
-                s = mask_keys(s, rows, columns, block.band, META)
-                if LOOPS == 1:
+                if LOOPS == 1:  # before the mask: behind it, LLVM would compute the last operation of a score_mod twice
                     s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
+                s = mask_keys(s, rows, columns, block.band, META)
             if IS_LARGE == 1:
                 s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
             s = apply_mask_mod(s, i, j, is_full, query_rows.head, MODS, META)
