@@ -59,19 +59,27 @@ _FEW_QUERIES = (  # not timed: each warp has 16 rows, and copies are ahead of th
     MmaTile(head_dim_qk=128, head_dim_v=128, block_m=64, block_n=32, warps=4, num_stages=2),
     MmaTile(head_dim_qk=256, head_dim_v=256, block_m=64, block_n=32, warps=4, num_stages=2, holds_q=True),
 )
+# Not timed. Two programs with 32 keys of 256 columns would need 128 KiB.
+_FEW_QUERIES_SMALL_MEMORY = (*_FEW_QUERIES[:2], replace(_FEW_QUERIES[2], block_n=16))
+# Not timed. ptxas spills most for 12.0, and with 64 keys it loads 40 spilled numbers in the loop of blocks that the left side cuts.
+_LEFT_SIDE_120 = (_SMALL_MEMORY[0], replace(_SMALL_MEMORY[1], block_n=32, num_stages=2), *_SMALL_MEMORY[2:])
 WIDEST = _LARGE_MEMORY[-1].head_dim_qk
 
 
 def forward_tile(problem: Problem, capability: int | None = None) -> MmaTile:
     """Returns the tile for this problem, for its own device or for one of `capability`."""
     x = problem
-    tiles: tuple[MmaTile, ...] = _LARGE_MEMORY if (capability or capability_of(x.device)) == 80 else _SMALL_MEMORY
+    capability = capability or capability_of(x.device)
+    is_large = capability == 80
+    tiles: tuple[MmaTile, ...] = _LARGE_MEMORY if is_large else _SMALL_MEMORY
     if x.is_modified or x.dropout_p > 0:
         tiles = _MODIFIED
     elif rows_of_a_tile(x) <= _FEW_QUERIES[0].block_m and not x.is_batch_invariant:
-        tiles = _FEW_QUERIES
+        tiles = _FEW_QUERIES if is_large or x.is_fp8 else _FEW_QUERIES_SMALL_MEMORY
     elif x.is_fp8:
         tiles = _FP8
+    elif capability == 120 and x.window_left is not None:
+        tiles = _LEFT_SIDE_120
     return next(tile for tile in tiles if x.q.shape[-1] <= tile.head_dim_qk and x.v.shape[-1] <= tile.head_dim_v)
 
 

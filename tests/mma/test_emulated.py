@@ -150,6 +150,30 @@ def test_few_queries(heads: int, dim: int, splits: int) -> None:
     check(heads + splits, call, splits, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.sample("capability")
+@without_gpu
+@pytest.mark.parametrize("capability", LIMITS)
+@pytest.mark.parametrize("dim", [256, 128, 64])
+def test_tiles_of_few_queries(dim: int, capability: int) -> None:
+    """A multiprocessor holds two programs, which hide each other's waits."""
+    inputs = {"lengths_q": [9, 1], "lengths_kv": [150, 70], "num_heads": 6, "num_heads_kv": 2, "padding": True}
+    spec, x = case_of({"attn_mask_type": "padding_causal_bottom_right"}, head_dim_qk=dim, head_dim_v=dim, **inputs)
+    report = run(capability, spec, x, splits=BY_LENGTHS, capability=capability)
+    assert not report.findings, str(report)
+    problem = triton_backend.to_problem(spec, x)
+    assert report.shared_bytes - reused_bytes(problem, capability) <= LIMITS[capability] // 2
+
+
+@without_gpu
+@pytest.mark.parametrize(("capability", "block_n"), [(89, 64), (120, 32)])
+def test_windows_have_fewer_keys_at_a_time_on_120(capability: int, block_n: int) -> None:
+    """With 64, ptxas for 12.0 spills, and ptxas for 8.9 does not."""
+    spec, x = case_of({"window_size": (150, 70)}, head_dim_qk=96, head_dim_v=96, **DENSE)
+    assert forward_tile(triton_backend.to_problem(spec, x), capability).block_n == block_n
+    report = run(1, spec, x, capability=capability)
+    assert not report.findings, str(report)
+
+
 @without_gpu
 @pytest.mark.parametrize(("lengths_q", "heads"), [([100, 9], 2), ([3, 1], 4)], ids=str)
 def test_a_mask_is_asked_of_all_rows_of_a_tile(lengths_q: list[int], heads: int) -> None:
