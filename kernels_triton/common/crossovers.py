@@ -228,11 +228,11 @@ PART_WAVES = 2
 UNEQUAL_PART_WAVES = 4
 """The same for packed batches and block masks, whose programs have unequal work; not measured."""
 # Programs for each multiprocessor in the last section of heads of a backward with a block mask. Trees take 8 % less time than with
-# sections of one size, documents 3 % less to 1 % more, and a causal mask given as a block mask 2 to 4 % more
+# sections of one size, and documents 3 % less to 1 % more. A causal mask as a block mask takes 2 to 4 % more
 # (bench/results/block_masks_backward_h200.json).
 LAST_WAVES = 2
-# A window of 2048 keys or more: with at most WINDOW_WAVES programs for each multiprocessor, four parts take 4 to 17 % less time at
-# head dim 128 and 1 % less at 64. With twice as many programs, or a window of 1024 keys, they take 10 to 18 % more.
+# Parts of a window of at least WIDE_WINDOW keys, with at most WINDOW_WAVES programs for each multiprocessor. They take 4 to 17 %
+# less time at head dim 128, and 1 % less at 64. With twice as many programs, or a window of 1024 keys, they take 10 to 18 % more.
 WINDOW_PARTS, WINDOW_WAVES, WIDE_WINDOW = 4, 4, 2048
 """For head dims up to 128 (bench/results/head_parts_windows_h200.json)."""
 
@@ -341,21 +341,14 @@ _MMA_GAINS: dict[tuple[str, Any, str], tuple[tuple[int, Any, bool, Range, int | 
     ("mma.sync fused", 80, "mma_sm_80_192_h200.json"): ((192, ("causal", "open"), False, (1024, None), None, 2.96),),
     ("mma.sync two-kernel", 80, "mma_sm_80_192_h200.json"): ((192, ("causal", "open"), False, (1024, None), None, 2.21),),
     ("mma.sync", (86, 89, 120), "mma_sm_89_h200.json"): (
-        (128, ("causal", "open"), False, (1024, None), None, 1.13),
-        (64, ("causal", "open"), False, (1024, None), None, 1.19),
-        (256, ("causal", "open"), False, (1024, None), None, 2.32),
         (128, "causal", True, (4096, None), None, 1.17),
         (128, ("modified", "loaded"), False, (4096, None), None, 1.42),
-        (128, "windowed", False, (8192, None), None, 1.22),
     ),
     ("mma.sync fused", (86, 89, 120), "mma_sm_89_h200.json"): (
-        (64, ("causal", "open"), False, (1024, None), None, 1.18),
         (128, "causal", True, (4096, None), None, 1.48),
         (128, ("modified", "loaded"), False, (4096, None), None, 1.76),
-        (128, "windowed", False, (8192, None), None, 1.28),
     ),
     ("mma.sync two-kernel", (86, 89, 120), "mma_sm_89_h200.json"): (
-        (128, ("causal", "windowed"), False, (8192, None), None, 1.01),
         (128, "causal", True, (4096, None), None, 1.15),
         (128, ("modified", "loaded"), False, (4096, None), None, 1.28),
     ),
@@ -406,7 +399,6 @@ _SDPA_BESIDE_MMA: dict[tuple[Any, str], tuple[tuple[str, str, tuple[int, int], R
     ((86, 89, 120), "mma_sm_89_h200.json"): (
         ("forward", "open", (128, 128), (1024, 16384), 1.1),
         ("forward", "causal", (256, 256), (1024, 16384), 1.03),
-        ("forward", "open", (256, 256), (1024, 4096), 1.07),
     ),
     ((86, 89, 120), "mma_sm_89_more_h200.json"): (
         ("forward", "open", (256, 256), (512, 16384), 1.07),
@@ -430,8 +422,8 @@ tokens, and the speed."""
 # fmt: off
 CROSSOVERS: tuple[Rule, ...] = (
     # --- sm_90: the forward of a half type, head dims up to 256. First few queries, as in decoding: loading the keys is their work.
-    # 17 to 64 rows take 0.55 to 1.01 of the portable kernel's time. At most 16 rows without pages take 0.7 to 1.06 of it, windows
-    # of 128 keys 0.88 to 1.77, and windows of 1024 keys 0.84 to 1.2 (in pages 0.73 to 1.35).
+    # 17 to 64 rows take 0.55 to 1.01 of the portable kernel's time. At most 16 rows without pages take 0.7 to 1.06 of it. Windows
+    # of 128 keys take 0.88 to 1.77, and windows of 1024 keys 0.84 to 1.2 (in pages 0.73 to 1.35).
     Rule(use="sm_90", decode="shared", query_rows=(17, None),
          keys_from=1024, window_left_from=512, bytes_from=2**23, source=_FEW),
     Rule(use="sm_90", decode="shared", paged=False,
@@ -445,8 +437,8 @@ CROSSOVERS: tuple[Rule, ...] = (
          keys_from=1024, window_left_from=2048, bytes_from=2**25, source=_FEW),
     Rule(use="sm_90", decode="shared", paged=True,
          keys_from=1024, window_left_from=2048, bytes_from=2**28, source=_FEW),
-    # Query heads with key heads of their own: 17 to 64 rows take 0.67 to 0.84 of the portable kernel's time at head dim 256, and
-    # 0.68 to 1.07 from 4096 keys on if all tiles run at once. Other calls take 0.83 to 1.67 of it, so no number of keys is enough.
+    # Query heads with key heads of their own: 17 to 64 rows take 0.67 to 0.84 of the portable kernel's time at head dim 256. If
+    # all tiles run at once, they take 0.68 to 1.07 from 4096 keys on. Other calls take 0.83 to 1.67: no number of keys is enough.
     Rule(use="sm_90", decode="alone", query_rows=(17, None), head_dim=256, keys=(1024, None), source=_FEW_ALONE),
     Rule(use="sm_90", decode="alone", query_rows=(17, None), rows_of_one_wave=128, keys=(4096, None), source=_FEW_ALONE),
     Rule(use="sm_90", decode="alone", keys=(1024, None), keys_from=NEVER, source=(_FEW, _FEW_ALONE)),
@@ -479,7 +471,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # A block mask takes 5 to 36 % less time from 2048 tokens on, and 11 to 26 % less in many tiles of 256 tokens and more.
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_LISTED, tokens=(2048, None), flops_from=2**32),
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_LISTED, blocks_per_sm=(24, None), tokens_from=256, flops_from=2**33),
-    # Tiles that all run at once take 8 to 16 % less time, and 200 to 300 keys of 4096 queries 11 to 13 % less.
+    # Tiles that all run at once take 8 to 16 % less time. 4096 queries of 200 to 300 keys take 11 to 13 % less.
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", queries=(129, 256), keys=(2048, None),
          rows_of_one_wave=128, **_PLAIN,
          flops_from=2**33, source=_SMALL),
@@ -492,8 +484,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 5 to 17 % less time from 1024 to 1792 tokens. 160 to 256 tokens of 2**31 FLOPs take 15 % more, and of 2**32 take 6 % less.
     Rule(use="sm_90", head_dim=64, dropout=False, mask="open", mean_tokens=(1024, None),
          tokens_from=1024, flops_from=2**34, source=_WINDOWS),
-    Rule(use="sm_90", head_dim=64, mask="open", tokens=(160, 256), **_PLAIN,
-         tokens_from=160, flops_from=2**32, source=_WINDOWS),
+    Rule(use="sm_90", head_dim=64, mask="open", tokens=(160, 256), **_PLAIN, flops_from=2**32, source=_WINDOWS),
     # 577 tokens of 2**35.3 FLOPs take equal times.
     Rule(use="sm_90", head_dim=64, dropout=False, mask="open", mean_tokens=(256, None),
          tokens_from=256, flops_from=2**36, source=(*_STANDARD, "forward_threshold_64_h200.json")),
@@ -589,7 +580,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source=_DROPOUT),
     Rule(use="sm_90 fused", head_dim=128, dropout=True, mask=("open", "causal"),
          tokens_from=512, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source=_DROPOUT),
-    # More keys than queries, in one head or in many: 256 queries of 1024 keys take 0 to 31 % less time, and 128 to 1024 queries of
+    # More keys than queries, in one head or in many: 256 queries of 1024 keys take 0 to 31 % less time. 128 to 1024 queries of
     # 2048 and more keys take 22 to 76 % less. The portable kernels have few programs of dq, which pass all keys.
     Rule(use="sm_90 fused", head_dim=(64, 128), queries=(None, 256), keys=(1024, None), mask="open", dropout=False, packed=False,
          source=(_WINDOWS, _UNEQUAL)),
@@ -628,11 +619,10 @@ CROSSOVERS: tuple[Rule, ...] = (
          flops_from=2**30, keys_per_sm_from=55, source=_SMALL),
     # 197 tokens take 18 to 22 % less time, 256 take 6 to 10 % less, and 384 take 11 to 13 % less. 257 to 320 take up to 9 % more,
     # and 448 take 2 to 6 % more. With 2**30 FLOPs, 197 and 256 tokens take 4 to 19 % more.
-    Rule(use="sm_90 fused", head_dim=64, tokens=(193, 256), **_SHORT_OPEN, tokens_from=193, flops_from=2**31, keys_per_sm_from=256),
-    Rule(use="sm_90 fused", head_dim=64, tokens=(384, 384), **_SHORT_OPEN, tokens_from=384, flops_from=2**32, keys_per_sm_from=256),
+    Rule(use="sm_90 fused", head_dim=64, tokens=(193, 256), **_SHORT_OPEN, flops_from=2**31, keys_per_sm_from=256),
+    Rule(use="sm_90 fused", head_dim=64, tokens=(384, 384), **_SHORT_OPEN, flops_from=2**32, keys_per_sm_from=256),
     # 5 to 22 % less time from 201 to 448 tokens; 160 tokens take equal times, and 320 of 2**31.8 FLOPs take 11 % more.
-    Rule(use="sm_90 fused", head_dim=128, tokens=(193, 511), **_SHORT_OPEN,
-         tokens_from=193, flops_from=2**32, keys_per_sm_from=128),
+    Rule(use="sm_90 fused", head_dim=128, tokens=(193, 511), **_SHORT_OPEN, flops_from=2**32, keys_per_sm_from=128),
     # 5 to 42 % less time than in the portable kernels. With 2**32 FLOPs at head dim 64, the times are equal.
     Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="open", tokens=(2048, None), keys=(1024, None),
          flops_from=2**33, keys_per_sm_from=60, source=_SMALL),
@@ -666,8 +656,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused", head_dim=64, mask="causal", tokens=(None, 2047), gpu="H200",
          tokens_from=384, flops_from=2**33, window_left_from=255, keys_per_sm_from=128,
          source=("short_causal_h200.json", "short_backwards_more_h200.json")),
-    # 641 tokens take up to 2 % more time, with grouped heads 3 to 6 % less. If the longest sequence of a packed batch has 640
-    # tokens, head dim 128 takes 2 to 8 % more time, and head dim 64 takes 2 to 13 % less.
+    # 641 tokens take up to 2 % more time, with grouped heads 3 to 6 % less. Packed batches whose longest sequence has 640
+    # tokens take 2 to 8 % more time at head dim 128, and 2 to 13 % less at 64.
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), packed=False, grouped=True, gpu="H100",
          tokens_from=640, flops_from=2**35, window_left_from=255, keys_per_sm_from=128, source="short_causal_h100.json"),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), gpu="H100",
@@ -675,7 +665,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          source=("short_causal_h100.json", "short_backwards_more_h100.json")),
     Rule(use="sm_90 fused", head_dim=64, mask="causal",
          tokens_from=1024, flops_from=2**35, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
-    # Windows of 65 keys take 7 to 26 % less time at head dim 64, and of 128 to 257 keys 7 to 41 % less. At 128, windows of 128 to
+    # At head dim 64, windows of 65 keys take 7 to 26 % less time, and of 128 to 257 keys 7 to 41 % less. At 128, windows of 128 to
     # 512 keys take 12 to 34 % less, and at 96 14 to 30 % less.
     Rule(use="sm_90 fused", head_dim=64, width=(32, 64), mask="windowed", dropout=False, tokens=(None, 1023),
          tokens_from=384, flops_from=2**30, window_left_from=63, keys_per_sm_from=128, source=_SMALL),
@@ -718,9 +708,9 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused 192", head_dim=192, mask="causal", tokens=(None, 1023), gpu="H200",
          tokens_from=512, flops_from=2**30, window_left_from=1023, keys_per_sm_from=60, source=_SMALL),
     Rule(use="sm_90 fused 192", head_dim=192, mask="open", tokens=(None, 1023), keys=(512, None), gpu="H200",
-         tokens_from=512, flops_from=2**31, keys_per_sm_from=60, source=_SMALL),
+         flops_from=2**31, keys_per_sm_from=60, source=_SMALL),
     Rule(use="sm_90 fused 192", head_dim=192, mask=("open", "causal"), keys=(1024, None), gpu="H200",
-         tokens_from=1024, flops_from=2**31, window_left_from=1023, keys_per_sm_from=60, source=(*_FUSED_192, _SMALL)),
+         flops_from=2**31, window_left_from=1023, keys_per_sm_from=60, source=(*_FUSED_192, _SMALL)),
     Rule(use="sm_90 fused 192", head_dim=192, mask=("open", "causal"),
          tokens_from=1024, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
     Rule(use="sm_90 fused 192", head_dim=192, mask="windowed",
@@ -768,7 +758,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=256, flops_from=2**29, keys_per_sm_from=60, source=("modified_scores_h200.json", _SMALL)),
     Rule(use="sm_90 two-kernel", head_dim=192, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**33, keys_per_sm_from=128, source="modified_scores_h200.json"),
-    # Windows of 128 keys take 33 to 46 % less time at head dim 192, and of 64 to 4096 keys 41 to 61 % less at 256.
+    # Windows of 128 keys take 33 to 46 % less time at head dim 192. At 256, windows of 64 to 4096 keys take 41 to 61 % less.
     Rule(use="sm_90 two-kernel", head_dim=192, mask="windowed", dropout=False,
          tokens_from=256, flops_from=2**30, keys_per_sm_from=48, source=(*_STANDARD, _WINDOWS, _SMALL)),
     Rule(use="sm_90 two-kernel", head_dim=192, mask="windowed",
@@ -777,8 +767,8 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=256, flops_from=2**31, keys_per_sm_from=15, source=(_WINDOWS, _SMALL)),
     Rule(use="sm_90 two-kernel", head_dim=256, mask="windowed", dropout=False,
          tokens_from=512, flops_from=2**31, keys_per_sm_from=15, source=_WINDOWS),
-    # Unequal lengths in one head or in many: 19 to 64 % less time than in the portable kernels at head dim 160 (64 heads take
-    # more, and have the fused kernel), and 17 to 81 % less at 256. Softcap takes 1 % more to 25 % less at 160.
+    # Unequal lengths in one head or in many: 19 to 64 % less time than in the portable kernels at head dim 160, and 17 to 81 % less
+    # at 256. At 160, 64 heads take more and have the fused kernel, and softcap takes 1 % more to 25 % less.
     Rule(use="sm_90 two-kernel", **_TO_160, mask="open", queries=(1024, None), keys=(None, 1024)),
     Rule(use="sm_90 two-kernel", **_TO_160, mask="modified", softcap=True, tokens_from=512, flops_from=2**30, keys_per_sm_from=48),
     Rule(use="sm_90 two-kernel", **_FROM_193, queries=(None, 512), keys=(512, None)),
@@ -910,8 +900,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", tile="d256", head_dim=256),
     # --- Tiles of the fused backward. Persistent programs take 2 to 7 % less time; with heads that share key heads they take less
     # only in short calls at head dim 64, and at 128 without a mask. In longer calls at 128 without a mask, one tile of dq in shared
-    # memory is 2 to 5 % faster than they are. If they convert dq, they take 2 to 7 % less time at 128 without a mask, and up to 7 %
-    # more with one and at 64.
+    # memory is 2 to 5 % faster than they are. If they convert dq, they take 2 to 7 % less time at 128 without a mask. With a
+    # mask, and at 64, they take up to 7 % more.
     Rule(use="sm_90 fused", tile="d64_modified", head_dim=64, dropout=True),
     # A block mask needs few more registers than none, and takes 3 to 26 % less time than with the tile of modified scores.
     Rule(use="sm_90 fused", tile="d64", head_dim=64, listed=True, source="block_masks_backward_h200.json"),

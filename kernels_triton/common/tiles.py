@@ -186,7 +186,6 @@ FORWARD: Table = {
         Row(128, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
         Row(256, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
         Row(512, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
-        Row(640, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
         Row(1088, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (80, 4): (
@@ -378,8 +377,8 @@ SHARED_BIAS_GRADIENT: Table = {
     (80, 4): (Row(128, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)), Row(256, Tile(16, 32, 8, 2), Tile(16, 32, 8, 2))),
 }
 """The loop over batch entries copies the next one's tiles ahead. 384 entries with 384 tokens and 4 heads at head dim 32 take 241 us
-on an H200 with three stages and four warps, 379 with one stage, and 389 with eight warps (bench/results/bias_tiles_h200.json,
-script not kept)."""
+on an H200 with three stages and four warps. They take 379 us with one stage, and 389 us with eight warps
+(bench/results/bias_tiles_h200.json, script not kept)."""
 
 
 def row_of(table: Table, capability: int, element_size: int, head_dims: int) -> Row:
@@ -465,8 +464,8 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
     # Scores have 48 = 32 + 16 columns. A product with values is as fast with 64 columns as with two parts.
     "d48_long": replace(_LONG_64, head_dim_qk=48, num_stages=3),
     "d64_short": replace(_NARROW_64, block_m=256, registers=112),
-    # Registers for values beside the scores: a bias, mods, random numbers. Over pages a single warp finds the pages beside two
-    # consumers; with more it would be a warpgroup.
+    # Registers for values beside the scores: a bias, mods, random numbers. If keys are in pages, a single warp finds the pages
+    # beside two consumers; with more it would be a warpgroup.
     "d64_two_consumers": HopperTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=128, num_stages=2, registers=240),
     # For calls in which loading keys is the only work, and rows without queries are overhead.
     "d64_few_rows": _FEW_64,
@@ -611,8 +610,8 @@ class BlackwellBackwardTile:
 BLACKWELL_BACKWARD = (BlackwellBackwardTile(head_dim=64, dout_stages=2), BlackwellBackwardTile(head_dim=128, dout_stages=1))
 """`conditions.backward_tile` halves the columns for modified scores."""
 
-# Tiles of the preprocess kernel. 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of
-# a backward of 512 to 2048 tokens.
+# Tiles of the preprocess kernel. 32 rows instead of 128, also in the conversion of dq, save 1 to 2 % of a backward of 512 to 2048
+# tokens, together with `place_of_program`.
 PREPROCESS = Tile(32, 64, 4, 1)
 PREPROCESS_OF_FP8 = Tile(128, 64, 8, 1)  # for a program that quantises dout
 PREPROCESS_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # for wide heads: a larger tile in registers would leave room for few programs

@@ -15,6 +15,7 @@ from flexattn.kernels_triton.common.facts import COLUMNS
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED
 from flexattn.kernels_triton.hopper.fp8_backward_fused import FP8_FUSED
 from tests.conftest import ROOT
+from tests.support.rules import covers, is_repeated
 
 ORDERS = (*families.FORWARDS.values(), *families.BACKWARDS.values())
 FAMILIES = [*(family for order in ORDERS for family in order), *families.SPARSE_FORWARDS]
@@ -65,6 +66,22 @@ def test_every_tile_has_a_rule_and_the_last_rule_holds_for_all_calls() -> None:
         for head_dim in {rule.head_dim for rule in TILES[use]}:
             *_, last = (rule for rule in TILES[use] if rule.head_dim == head_dim)
             assert last == Rule(use=use, tile=last.tile, head_dim=head_dim, source=last.source)
+
+
+def test_no_rule_says_what_others_say() -> None:
+    """An earlier rule would leave it no call, and later ones with the same answer would make it unnecessary."""
+    for use, rules in [*RULES.items(), *TILES.items()]:
+        for n, rule in enumerate(rules):
+            assert not any(covers(other, rule) for other in rules[:n]), f"{use}: {rule}"
+            assert not is_repeated(rule, rules[n + 1 :]), f"{use}: {rule}"
+
+
+@pytest.mark.parametrize("rule", CROSSOVERS, ids=str)
+def test_no_minimum_repeats_a_range(rule: Rule) -> None:
+    ranges = {name: first for name, first, _ in rule.ranges}
+    for name, least in rule._minimums:
+        parts = ("tokens", "queries", "keys") if name == "tokens" else (name,)
+        assert all(ranges.get(part, 0) < least for part in parts)
 
 
 def test_every_column_of_a_rule_for_kernels_is_known() -> None:
