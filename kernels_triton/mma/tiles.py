@@ -63,6 +63,7 @@ _FEW_QUERIES = (  # not timed: each warp has 16 rows, and copies are ahead of th
 _FEW_QUERIES_SMALL_MEMORY = (*_FEW_QUERIES[:2], replace(_FEW_QUERIES[2], block_n=16))
 # Not timed. ptxas spills most for 12.0, and with 64 keys it loads 40 spilled numbers in the loop of blocks that the left side cuts.
 _LEFT_SIDE_120 = (_SMALL_MEMORY[0], replace(_SMALL_MEMORY[1], block_n=32, num_stages=2), *_SMALL_MEMORY[2:])
+_FP8_LEFT_SIDE_120 = (_FP8[0], replace(_FP8[1], block_n=32), *_FP8[2:])
 WIDEST = _LARGE_MEMORY[-1].head_dim_qk
 
 
@@ -70,15 +71,15 @@ def forward_tile(problem: Problem, capability: int | None = None) -> MmaTile:
     """Returns the tile for this problem, for its own device or for one of `capability`."""
     x = problem
     capability = capability or capability_of(x.device)
-    is_large = capability == 80
+    is_large, has_left_120 = capability == 80, capability == 120 and x.window_left is not None
     tiles: tuple[MmaTile, ...] = _LARGE_MEMORY if is_large else _SMALL_MEMORY
     if x.is_modified or x.dropout_p > 0:
         tiles = _MODIFIED
     elif rows_of_a_tile(x) <= _FEW_QUERIES[0].block_m and not x.is_batch_invariant:
         tiles = _FEW_QUERIES if is_large or x.is_fp8 else _FEW_QUERIES_SMALL_MEMORY
     elif x.is_fp8:
-        tiles = _FP8
-    elif capability == 120 and x.window_left is not None:
+        tiles = _FP8_LEFT_SIDE_120 if has_left_120 else _FP8
+    elif has_left_120:
         tiles = _LEFT_SIDE_120
     return next(tile for tile in tiles if x.q.shape[-1] <= tile.head_dim_qk and x.v.shape[-1] <= tile.head_dim_v)
 
