@@ -24,8 +24,10 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _PAST_THE_END = 256  # positions that the tiles at the ends of a sequence may reach, on either side
-_FEWEST_SCORES = 2**24  # with fewer, another launch costs the host more than the device saves
-_SCORES_OF_ENTRY = 32
+# Fewer scores, or fewer for each entry of the tables, were not measured. At head dim 64, a forward of 2**17 scores takes 14 us with
+# a table instead of 36, and of 2**22 scores 21 instead of 30 (bench/results/distance_tables_h200.json, script not kept).
+_FEWEST_SCORES = 2**17
+_SCORES_OF_ENTRY = 4
 _BLOCK = 1024
 _TILE = Tile(block_m=_BLOCK, block_n=1, num_warps=4, num_stages=1)
 

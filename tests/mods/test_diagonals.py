@@ -141,7 +141,7 @@ def test_a_product_is_subtracted_from_the_score() -> None:
 
 def test_tables_are_for_many_scores(device: str) -> None:
     """For a decoded token or a short sequence, kernels read the captures themselves."""
-    for length_q, length_kv, heads, is_tabulated in ((1, 4096, 64, False), (256, 256, 8, False), (2048, 2048, 8, True)):
+    for length_q, length_kv, heads, is_tabulated in ((1, 4096, 64, False), (64, 64, 8, False), (256, 256, 8, True)):
         sizes = {"lengths_q": [length_q], "lengths_kv": [length_kv], "num_heads": heads, "num_heads_kv": heads, "head_dim_qk": 8}
         given = make_inputs(**sizes, device=device)
         spec, x = make_call(given, mods=trace_mods(mods.relative_bias(rand(32, heads, device=device)), None))
