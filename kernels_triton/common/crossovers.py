@@ -271,7 +271,7 @@ _FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
 _FITTED = "fitted_h200.json"
 _SMALL = "small_calls_h200.json"
 _DRAWN = "small_calls_drawn_h200.json"
-_MODIFIED = "small_calls_modified_h200.json"
+_MODIFIED = ("small_calls_modified_h200.json", "small_calls_modified_more_h200.json")
 _FITTED_BACKWARD = "fitted_backward_h200.json"
 _FITTED_80 = ("fitted_80_h200.json", _FITTED)
 _WINDOWS = "windows_and_short_h200.json"
@@ -289,7 +289,7 @@ _MODS: dict[str, Any] = _PLAIN | {"mask": "modified", "softcap": False, "source"
 """Columns of rules for ALiBi and mods."""
 _LISTED: dict[str, Any] = _PLAIN | {"mask": "loaded", "listed": True, "source": _MODIFIED}
 """Columns of rules for block masks."""
-_DROPPED: dict[str, Any] = _PLAIN | {"dropout": True, "mask": "causal", "source": _MODIFIED}
+_DROPPED: dict[str, Any] = _PLAIN | {"dropout": True, "source": _MODIFIED}
 """Columns of rules for dropout."""
 _PACKED: dict[str, Any] = _PLAIN | {"packed": True, "tokens": (300, None), "source": "fitted_packed_h200.json"}
 """The same for packed batches."""
@@ -455,8 +455,14 @@ CROSSOVERS: tuple[Rule, ...] = (
     # Head dim 64. 77 keys take 73 us instead of 98 at 64, and 87 instead of 99 at 40.
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", keys=(65, 128), grouped=False, **_PLAIN,
          tokens_from=2048, flops_from=2**32, source=_FITTED),
-    # With dropout, 256 causal tokens take 6 to 22 % less time, and longer calls 15 to 36 %, unless all tiles run at once.
-    Rule(use="sm_90", head_dim=64, width=(33, 64), **_DROPPED, rows_of_one_wave=(0, 192, 256), tokens_from=256, flops_from=2**30),
+    # With dropout, 128 to 256 causal tokens take 4 to 26 % less time, and longer calls 15 to 36 %, unless all tiles run at once.
+    # Calls without a mask take 5 to 18 % less from 1024 tokens on, and 13 % less with 256 tokens and many tiles.
+    Rule(use="sm_90", head_dim=64, width=(33, 64), **_DROPPED, mask="causal", rows_of_one_wave=(0, 192, 256),
+         tokens_from=128, flops_from=2**29),
+    Rule(use="sm_90", head_dim=64, width=(33, 64), **_DROPPED, mask="open", tokens=(1024, None), rows_of_one_wave=(0, 192, 256),
+         flops_from=2**33),
+    Rule(use="sm_90", head_dim=64, width=(33, 64), **_DROPPED, mask="open", blocks_per_sm=(24, None),
+         tokens_from=256, flops_from=2**33),
     Rule(use="sm_90", head_dim=64, dropout=True, mask=("open", "causal"), tokens_from=1024, flops_from=2**36, source=_DROPOUT),
     # Causal calls of few tiles take 7 to 36 % less time.
     Rule(use="sm_90", head_dim=64, width=(33, 64), dropout=False, mask="causal", mean_tokens=(1024, None),
@@ -467,10 +473,10 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_MODS, mean_tokens=(512, 1023), blocks_per_sm=(None, 12), keys_from=NEVER),
     # 10 to 37 % less time with softcap and few tiles
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="modified", mean_tokens=(512, None), blocks_per_sm=(None, 12), **_PLAIN,
-         flops_from=2**31, keys_per_sm_from=100, source=(_SMALL, _MODIFIED)),
-    # A block mask takes 5 to 36 % less time from 2048 tokens on, and 11 to 26 % less in many tiles of 256 tokens and more.
+         flops_from=2**31, keys_per_sm_from=100, source=(_SMALL, *_MODIFIED)),
+    # A block mask takes 5 to 36 % less time from 2048 tokens on, and 11 to 26 % less in many tiles of 128 tokens and more.
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_LISTED, tokens=(2048, None), flops_from=2**32),
-    Rule(use="sm_90", head_dim=64, width=(33, 64), **_LISTED, blocks_per_sm=(24, None), tokens_from=256, flops_from=2**33),
+    Rule(use="sm_90", head_dim=64, width=(33, 64), **_LISTED, blocks_per_sm=(24, None), tokens_from=128, flops_from=2**32),
     # Tiles that all run at once take 8 to 16 % less time. 4096 queries of 200 to 300 keys take 11 to 13 % less.
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", queries=(129, 256), keys=(2048, None),
          rows_of_one_wave=128, **_PLAIN,
@@ -498,8 +504,13 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 5120 tokens with a bias at head dim 32 take 58 % more time than in the portable kernel (bias_before_h200.json).
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="loaded", tokens_from=1024, flops_from=2**36,
          source="modified_scores_h200.json"),
-    # Head dim 128. With dropout, 256 causal tokens take 21 to 31 % less time if not all tiles run at once.
-    Rule(use="sm_90", head_dim=128, width=(97, 128), **_DROPPED, rows_of_one_wave=(0, 192, 256), tokens_from=256, flops_from=2**31),
+    # Head dim 128. With dropout, calls from 128 tokens on take 14 to 49 % less time. If all tiles run at once, they take 1 % less
+    # to 11 % more, and at head dim 96 8 % less to 1 % more from 1024 tokens on.
+    Rule(use="sm_90", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal"), rows_of_one_wave=128, keys_from=NEVER),
+    Rule(use="sm_90", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal"), tokens_from=128, flops_from=2**30),
+    Rule(use="sm_90", head_dim=128, width=(65, 96), **_DROPPED, mask=("open", "causal"), rows_of_one_wave=128,
+         tokens_from=1024, flops_from=2**30),
+    Rule(use="sm_90", head_dim=128, width=(65, 96), **_DROPPED, mask=("open", "causal"), tokens_from=256, flops_from=2**30),
     Rule(use="sm_90", head_dim=128, dropout=True, mask=("open", "causal"), tokens_from=512, flops_from=2**31, source=_DROPOUT),
     # Few tiles of 256 to 512 keys take 13 to 33 % less time.
     Rule(use="sm_90", head_dim=(128, 256), mask="open", queries=(65, None), keys=(256, 1023), blocks_per_sm=(None, 1), **_PLAIN,
@@ -521,12 +532,23 @@ CROSSOVERS: tuple[Rule, ...] = (
     # Softcap takes 7 to 45 % less time.
     Rule(use="sm_90", head_dim=128, mask="modified", softcap=True, **_PLAIN, tokens_from=150, flops_from=2**28,
          source=(_SMALL, _DRAWN)),
-    # ALiBi takes 17 to 45 % less time from 256 tokens on, a relative bias 33 to 77 %, and a block mask in many tiles 31 to 33 %.
-    Rule(use="sm_90", head_dim=128, width=(97, 128), **_MODS, tokens_from=256, flops_from=2**29),
-    Rule(use="sm_90", head_dim=128, width=(97, 128), **_LISTED, blocks_per_sm=(24, None), tokens_from=256, flops_from=2**34),
+    # From 256 tokens on, ALiBi takes 16 to 54 % less time, and a relative bias 33 to 77 % less. A block mask takes 11 to 34 % less
+    # in many tiles. At head dim 96, it takes 12 % more to 5 % less in few tiles of 1024 tokens.
+    Rule(use="sm_90", head_dim=128, width=(65, 96), **_MODS, tokens_from=256, flops_from=2**28),
+    Rule(use="sm_90", head_dim=128, width=(97, 128), **_MODS, tokens_from=128, flops_from=2**28),
+    Rule(use="sm_90", head_dim=128, width=(65, 96), **_LISTED, tokens=(None, 2047), blocks_per_sm=(None, 23), keys_from=NEVER),
+    Rule(use="sm_90", head_dim=128, width=(65, 96), **_LISTED, tokens_from=256, flops_from=2**33),
+    Rule(use="sm_90", head_dim=128, width=(97, 128), **_LISTED, blocks_per_sm=(24, None), tokens_from=128, flops_from=2**33),
     Rule(use="sm_90", head_dim=128, mask=("modified", "loaded"), mean_tokens=(1024, None),
          tokens_from=1024, flops_from=2**31, source="modified_scores_h200.json"),
-    # Head dims 192 and 128. The run without a mask was not kept, and modified scores were measured at 128.
+    # Head dims 192 and 128. The run without a mask was not kept. Dropout takes 6 to 52 % less time from 256 tokens on. Without a
+    # mask, tiles that all run at once take 0 to 5 % more. ALiBi takes 15 to 49 % less, and a relative bias 31 to 75 %. A block mask
+    # takes 5 to 41 % less from 1024 tokens on, and 18 % less with 256 tokens and many tiles.
+    Rule(use="sm_90", head_dim=192, **_DROPPED, mask="open", rows_of_one_wave=128, keys_from=NEVER),
+    Rule(use="sm_90", head_dim=192, **_DROPPED, mask=("open", "causal"), tokens_from=256, flops_from=2**29),
+    Rule(use="sm_90", head_dim=192, **_MODS, tokens_from=256, flops_from=2**29),
+    Rule(use="sm_90", head_dim=192, **_LISTED, blocks_per_sm=(24, None), tokens_from=256, flops_from=2**34),
+    # Modified scores of packed batches were measured at 128.
     Rule(use="sm_90", head_dim=192, dropout=True, mask=("open", "causal", "modified", "loaded"),
          tokens_from=4096, flops_from=2**31, source=_DROPOUT),
     # 4 to 34 % less time from 256 tokens on, with softcap 6 to 45 %
@@ -547,11 +569,12 @@ CROSSOVERS: tuple[Rule, ...] = (
     # Windows of 128 keys and more are 1.4 to 2 times as fast.
     Rule(use="sm_90", head_dim=256, mask="windowed", dropout=False,
          tokens_from=192, flops_from=2**31, source=(_WINDOWS, _SMALL, _DRAWN)),
-    # 17 to 69 % less time with modified scores, and 33 to 62 % with dropout. A block mask takes 9 to 39 % more time in few tiles.
-    Rule(use="sm_90", head_dim=256, width=(193, 256), mask="modified", **_PLAIN, tokens_from=256,
-         flops_from=2**30, source=(_SMALL, _MODIFIED)),
+    # 8 to 69 % less time with modified scores, and 21 to 62 % with dropout. A block mask takes 9 to 40 % more time in few tiles.
+    Rule(use="sm_90", head_dim=256, width=(193, 256), **_MODS, tokens_from=128, flops_from=2**29),
+    Rule(use="sm_90", head_dim=256, width=(193, 256), mask="modified", softcap=True, **_PLAIN, tokens_from=256,
+         flops_from=2**30, source=_SMALL),
     Rule(use="sm_90", head_dim=256, width=(193, 256), **_LISTED, tokens=(None, 1535), blocks_per_sm=(None, 16), keys_from=NEVER),
-    Rule(use="sm_90", head_dim=256, width=(193, 256), **_DROPPED, tokens_from=256, flops_from=2**30),
+    Rule(use="sm_90", head_dim=256, width=(193, 256), **_DROPPED, mask=("open", "causal"), tokens_from=128, flops_from=2**29),
     Rule(use="sm_90", head_dim=256, dropout=True, mask=("open", "causal", "modified", "loaded"),
          tokens_from=4096, flops_from=2**29, source=_DROPOUT),
     Rule(use="sm_90", head_dim=256, mask=("open", "causal"), tokens_from=192, flops_from=2**29, source=(*_STANDARD, _DRAWN)),
@@ -568,13 +591,13 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 FP8", mask=("open", "causal"), tokens_from=2048, flops_from=2**36, source="fp8_hopper_h200.json"),
     # --- sm_90 fused: the backward in one kernel, beside two kernels, head dims up to 128. The sums of dq cost time for each token,
     # however few keys it sees, so narrow windows are slower. A bias was not measured. A program has 128 keys.
-    # Dropout takes 9 to 57 % less time from 512 causal tokens on. It takes 17 % less with 256 tokens at head dim 64, and 5 to 26 %
-    # less at 128.
-    Rule(use="sm_90 fused", head_dim=64, width=(33, 64), **_DROPPED, tokens=(None, 511),
+    # Dropout takes 0 to 57 % less time from 512 tokens on. It takes 5 to 26 % less with 256 tokens and many keys, and 1 % more to
+    # 6 % less with few keys at head dim 128.
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(33, 96), **_DROPPED, mask=("open", "causal"), tokens=(None, 511),
          tokens_from=256, flops_from=2**30, window_left_from=255, keys_per_sm_from=100),
-    Rule(use="sm_90 fused", head_dim=64, width=(33, 64), **_DROPPED,
+    Rule(use="sm_90 fused", head_dim=(64, 128), width=(33, 96), **_DROPPED, mask=("open", "causal"),
          tokens_from=512, flops_from=2**29, window_left_from=255, keys_per_sm_from=55),
-    Rule(use="sm_90 fused", head_dim=128, width=(97, 128), **_DROPPED,
+    Rule(use="sm_90 fused", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal"),
          tokens_from=256, flops_from=2**29, window_left_from=255, keys_per_sm_from=55),
     Rule(use="sm_90 fused", head_dim=64, dropout=True, mask=("open", "causal"),
          tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source=_DROPOUT),
@@ -682,6 +705,17 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=256, flops_from=2**30, window_left_from=255, keys_per_sm_from=200, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="modified", softcap=True, dropout=False,
          tokens_from=384, flops_from=2**30, window_left_from=255, keys_per_sm_from=80, source=(_SMALL, _DRAWN)),
+    # From 256 tokens on, ALiBi takes 18 to 65 % less time with many keys, and 5 to 11 % less from 1024 on with few. A relative bias
+    # takes 23 to 80 % less, and a block mask 1 to 40 % less.
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 96), **_MODS, by_distance=True,
+         tokens_from=256, flops_from=2**28, window_left_from=255),
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 96), **_MODS, tokens=(None, 1023),
+         tokens_from=256, flops_from=2**30, window_left_from=255, keys_per_sm_from=100),
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 96), **_MODS,
+         tokens_from=1024, flops_from=2**30, window_left_from=255, keys_per_sm_from=55),
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 96), **_LISTED, tokens=(None, 1023),
+         tokens_from=256, flops_from=2**31, keys_per_sm_from=100),
+    Rule(use="sm_90 fused", head_dim=128, width=(65, 96), **_LISTED, tokens_from=1024, flops_from=2**31, keys_per_sm_from=55),
     # ALiBi takes 32 % less time at 1024 tokens, and 36 % less at 4096.
     Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask="modified", dropout=False,
          tokens_from=1024, flops_from=2**34, window_left_from=255, keys_per_sm_from=200, source=_FITTED_BACKWARD),
@@ -694,10 +728,10 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused", head_dim=128, width=(97, 128), **_MODS,
          tokens_from=256, flops_from=2**29, window_left_from=255, keys_per_sm_from=55),
     # A block mask takes 12 to 21 % less time from 4096 tokens on at head dim 64. Shorter calls are faster in other kernels. At 128,
-    # it takes 8 to 37 % less from 1024 tokens on, and 7 to 13 % less from 256 on with many keys.
+    # it takes 8 to 37 % less from 1024 tokens on, and 7 to 13 % less from 128 on with many keys.
     Rule(use="sm_90 fused", head_dim=64, width=(33, 64), **_LISTED, tokens_from=4096, flops_from=2**33, keys_per_sm_from=55),
     Rule(use="sm_90 fused", head_dim=128, width=(97, 128), **_LISTED, tokens=(None, 1023),
-         tokens_from=256, flops_from=2**32, keys_per_sm_from=200),
+         tokens_from=128, flops_from=2**31, keys_per_sm_from=200),
     Rule(use="sm_90 fused", head_dim=128, width=(97, 128), **_LISTED, tokens_from=1024, flops_from=2**32, keys_per_sm_from=55),
     Rule(use="sm_90 fused", head_dim=(64, 128), mask=("modified", "loaded"), bias=False,
          tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="one_pass_modified_h200.json"),
@@ -746,6 +780,11 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**33, keys_per_sm_from=200),
     Rule(use="sm_90 two-kernel", head_dim=(64, 128), width=(33, 128), mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**36, keys_per_sm_from=128, source="modified_scores_h200.json"),
+    # Dropout takes 32 to 60 % less time than in the portable kernels, modified scores 11 to 72 %, and block masks 2 to 35 %.
+    Rule(use="sm_90 two-kernel", head_dim=192, **_DROPPED, mask=("open", "causal"),
+         tokens_from=256, flops_from=2**29, keys_per_sm_from=60),
+    Rule(use="sm_90 two-kernel", head_dim=192, **_MODS, tokens_from=256, flops_from=2**29, keys_per_sm_from=60),
+    Rule(use="sm_90 two-kernel", head_dim=192, **_LISTED, tokens_from=256, flops_from=2**30, keys_per_sm_from=60),
     # 9 to 19 % less time than the portable kernels at 256 to 512 tokens on an H200, 2 to 14 % on an H100.
     Rule(use="sm_90 two-kernel", head_dim=192, dropout=True, mask=("open", "causal", "modified", "loaded"),
          tokens_from=4096, flops_from=2**33, keys_per_sm_from=128, source=_DROPOUT),
@@ -774,8 +813,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 two-kernel", **_FROM_193, queries=(None, 512), keys=(512, None)),
     Rule(use="sm_90 two-kernel", **_FROM_193, queries=(1024, None), keys=(None, 1024)),
     # 20 to 60 % less time than in the portable kernels, and 17 to 72 % less with modified scores, block masks or dropout.
-    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), **_DROPPED,
-         tokens_from=256, flops_from=2**30, keys_per_sm_from=60),
+    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), **_DROPPED, mask=("open", "causal"),
+         tokens_from=128, flops_from=2**29, keys_per_sm_from=60),
     Rule(use="sm_90 two-kernel", head_dim=256, dropout=True, mask=("open", "causal", "modified", "loaded"),
          tokens_from=4096, flops_from=2**34, keys_per_sm_from=64, source=_DROPOUT),
     Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), mask="open", tokens_from=256, flops_from=2**31, keys_per_sm_from=9,
@@ -786,9 +825,10 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 two-kernel", head_dim=256, mask=("open", "causal"),
          tokens_from=256, flops_from=2**34, keys_per_sm_from=64,
          source=("short_backwards_more_h200.json", "short_backwards_more_h100.json")),
-    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), mask="modified", dropout=False,
-         tokens_from=256, flops_from=2**30, keys_per_sm_from=60, source=(_SMALL, _MODIFIED)),
-    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), **_LISTED, tokens_from=256, flops_from=2**31, keys_per_sm_from=60),
+    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), mask="modified", softcap=True, dropout=False,
+         tokens_from=256, flops_from=2**30, keys_per_sm_from=60, source=_SMALL),
+    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), **_MODS, tokens_from=128, flops_from=2**29, keys_per_sm_from=60),
+    Rule(use="sm_90 two-kernel", head_dim=256, width=(193, 256), **_LISTED, tokens_from=128, flops_from=2**30, keys_per_sm_from=60),
     Rule(use="sm_90 two-kernel", head_dim=256, mask=("modified", "loaded"),
          tokens_from=1024, flops_from=2**34, keys_per_sm_from=64, source="modified_scores_h200.json"),
     # 8192 causal tokens of 8 heads over one key head at 512 take 5.76 ms instead of 29.8. No other call was measured.
@@ -806,9 +846,11 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, batch_invariant=True),
     Rule(use="sm_90", tile="d64_narrow_two_consumers", head_dim=64, mask=("open", "causal"), tokens=(65, 128), **_PLAIN,
          source=_SMALL),
+    # 4 to 30 % less time with dropout up to 2048 causal tokens
+    Rule(use="sm_90", tile="d64_narrow_two_consumers", head_dim=64, **_DROPPED, mask="causal"),
     Rule(use="sm_90", tile="d64_few_rows", head_dim=64, rows=(None, 128), source="few_queries_h200.json"),
-    # 4 to 30 % less time with dropout up to 2048 tokens, and 1 to 7 % less than the next tile with block masks
-    Rule(use="sm_90", tile="d64_narrow_two_consumers", head_dim=64, **_DROPPED),
+    # Without a mask, 9 to 14 % less time with dropout. Block masks take 1 to 7 % less than with the next tile.
+    Rule(use="sm_90", tile="d64_short", head_dim=64, **_DROPPED, mask="open"),
     Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, paged=False, dropout=True),
     Rule(use="sm_90", tile="d64_few_rows", head_dim=64, **_LISTED, tokens=(None, 1023)),
     Rule(use="sm_90", tile="d64_narrow_two_consumers", head_dim=64, **_LISTED),
@@ -872,7 +914,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 0 to 37 % less time with ALiBi, dropout or a block mask. From 1024 tokens on, a relative bias takes 2 to 18 % more.
     Rule(use="sm_90", tile="d128_long", head_dim=128, width=(97, 128), **_MODS, by_distance=True, tokens=(1024, None)),
     Rule(use="sm_90", tile="d128_narrow", head_dim=128, width=(97, 128), **_MODS, tokens=(None, 4096)),
-    Rule(use="sm_90", tile="d128_narrow", head_dim=128, width=(97, 128), **_DROPPED, tokens=(None, 4096)),
+    Rule(use="sm_90", tile="d128_narrow", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal"), tokens=(None, 4096)),
     Rule(use="sm_90", tile="d128_narrow", head_dim=128, width=(97, 128), **_LISTED),
     Rule(use="sm_90", tile="d128", head_dim=128, mask="open", keys=(None, 1023), source=_SMALL),
     Rule(use="sm_90", tile="d128_long", head_dim=128, mask=("open", "causal"), mean_tokens=(4096, None), source=_STANDARD),
@@ -891,6 +933,11 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", tile="d192_narrow", head_dim=192, mask="open", keys=(257, 320), **_PLAIN, source=_SMALL),
     # 5 to 34 % less time with softcap, and 5 to 28 % with a causal mask and few tiles
     Rule(use="sm_90", tile="d192_narrow", head_dim=192, mask="modified", softcap=True, **_PLAIN, source=_SMALL),
+    # 1 to 36 % less time with ALiBi, dropout or a block mask. From 1024 tokens on, a relative bias takes 6 to 25 % more.
+    Rule(use="sm_90", tile="d192", head_dim=192, **_MODS, by_distance=True, tokens=(1024, None)),
+    Rule(use="sm_90", tile="d192_narrow", head_dim=192, **_MODS, tokens=(None, 4096)),
+    Rule(use="sm_90", tile="d192_narrow", head_dim=192, **_DROPPED, mask=("open", "causal"), tokens=(None, 4096)),
+    Rule(use="sm_90", tile="d192_narrow", head_dim=192, **_LISTED),
     Rule(use="sm_90", tile="d192", head_dim=192, mask="causal", blocks_per_sm=(None, 16), **_PLAIN, source=_SMALL),
     Rule(use="sm_90", tile="d192", head_dim=192, mask="causal", tokens=(None, 2047), **_PLAIN, source=_SMALL),
     # 4096 causal tokens take 9 % less time, and 16384 take 2 % less.
@@ -920,7 +967,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          source=_FUSED_TILES),
     Rule(use="sm_90 fused", tile="d64", head_dim=64),
     # 0 to 10 % less time with dropout and with a relative bias; with ALiBi 0 to 8 % less in persistent programs
-    Rule(use="sm_90 fused", tile="d128_open", head_dim=128, width=(97, 128), **_DROPPED),
+    Rule(use="sm_90 fused", tile="d128_open", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal")),
     Rule(use="sm_90 fused", tile="d128_open", head_dim=128, width=(97, 128), **_MODS, by_distance=True),
     Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, width=(97, 128), **_MODS, tokens=(None, 4096)),
     Rule(use="sm_90 fused", tile="d128", head_dim=128, dropout=True),
@@ -970,6 +1017,11 @@ CROSSOVERS: tuple[Rule, ...] = (
          gain=1.05, source=(*_FITTED_80, _WINDOWS, _SMALL)),
     Rule(use="sm_90 fitted", width=(65, 96), mask="modified", softcap=True, **_PLAIN, keys=(129, None), tokens=(192, None),
          gain=1.1, source=_SMALL),
+    # 2 to 39 % less time with ALiBi, dropout or a block mask, and with a relative bias of few tokens
+    Rule(use="sm_90 fitted", width=(65, 96), **_MODS, by_distance=False, keys=(129, None)),
+    Rule(use="sm_90 fitted", width=(65, 96), **_MODS, by_distance=True, keys=(129, 1023)),
+    Rule(use="sm_90 fitted", width=(65, 96), **_LISTED, keys=(129, None)),
+    Rule(use="sm_90 fitted", width=(65, 96), **_DROPPED, mask=("open", "causal"), keys=(129, None)),
     # 5 to 16 % less time with softcap at 160
     Rule(use="sm_90 fitted", head_dim=256, width=(129, 160), mask="modified", softcap=True, **_PLAIN, tokens=(128, None),
          source=_UNEQUAL),
