@@ -395,14 +395,17 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
             assert faster("forward", modified) == in_forward
             assert faster("backward", modified)
             assert faster("fused", modified) == ("bias" not in more)
-    for more, keys_of_a_block in (({}, 64), ({"alibi_slopes": torch.empty(16)}, 128)):
-        capped = problem_of((4, 4096, 16, 128), window_right=0, softcap=30.0, **more)
+    alibi = {"alibi_slopes": torch.empty(16)}
+    for more, length, keys_of_a_block in (({}, 4096, 64), (alibi, 4096, 64), (alibi, 8192, 128)):
+        capped = problem_of((4, length, 16, 128), window_right=0, softcap=30.0, **more)
         assert conditions.forward_tile(capped).block_n == keys_of_a_block
     dropout = {"dropout_p": 0.1, "window_right": 0}
     assert faster("forward", problem_of((8, 2048, 32, 64), **dropout))  # it is not faster without
     assert faster("fused", problem_of((8, 2048, 32, 64), **dropout))
-    assert not faster("forward", problem_of((64, 256, 16, 128), **dropout))
-    assert not faster("backward", problem_of((8, 2048, 16, 256), **dropout))
+    assert faster("forward", problem_of((64, 256, 16, 128), **dropout))
+    assert not faster("forward", problem_of((8, 128, 16, 128), **dropout))  # all tiles run at once
+    assert faster("backward", problem_of((8, 2048, 16, 256), **dropout))
+    assert not faster("backward", problem_of((8, 64, 16, 256), **dropout))
     assert not faster("forward", problem_of((4, 8192, 32, 64), dropout_p=0.1, **window))
     for more, queries, dp_first in (({}, 128, True), (dropout | window, 64, False), (blocks, 64, False)):
         assert conditions.fused_tile(problem_of((8, 2048, 32, 64), **more)).queries == queries
@@ -592,7 +595,9 @@ FUSED = [*CONVERTING, "_attn_bwd_dq_conversion_kernel"]
 FUSED_192 = ["_attn_bwd_fused_192_hopper_kernel" if "fused" in name else name for name in FUSED]
 
 
-def check(launches: list[str], call: dict[str, Any], fused: list[str] = FUSED, **inputs: Any) -> None:
+def check(
+    launches: list[str], call: dict[str, Any], fused: list[str] = FUSED, forward: str = "_attn_fwd_hopper_kernel", **inputs: Any
+) -> None:
     """Forward and backward against the oracle, with every kernel that has a backward of plain scores."""
     given = make_inputs(**{"dtype": torch.bfloat16, "device": "cuda", "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
@@ -611,7 +616,7 @@ def check(launches: list[str], call: dict[str, Any], fused: list[str] = FUSED, *
             assert (got is None) == (want is None)
             if got is not None:
                 check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
-    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *fused]
+    assert launches == [forward, *SPLIT, *fused]
 
 
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]
@@ -648,7 +653,8 @@ def test_formats(fmt: str, band: dict[str, Any], dtype: torch.dtype, launches: l
 @pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
 def test_dense(fmt: str, mask: str, sq: int, skv: int, launches: list[str]) -> None:
     call = {"attn_mask_type": mask}
-    check(launches, call, qkv_format=fmt, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, strided=fmt == "bshd")
+    forward = "_attn_fwd_few_keys_hopper_kernel" if skv == 1 else "_attn_fwd_hopper_kernel"
+    check(launches, call, forward=forward, qkv_format=fmt, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, strided=fmt == "bshd")
 
 
 @on_hopper
