@@ -42,7 +42,7 @@ OLDER = {  # by the GPUs whose code they time
 }
 DECODE, STEPS = ("decode_peers_h200.json", "decode_mla_h200.json"), "transformers_h200.json"
 SERVING = "decode_peers_h100.json"
-PUBLISHED = "models_h200.json"  # a page without this file has no block of it
+PUBLISHED = "models_whole_h200.json"  # a page without this file has no block of it
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 NOT_SHOWN = ("flexattn", "python", "cuda")  # versions, which the file has
 PLOTS = "plots"  # the folder beside the page

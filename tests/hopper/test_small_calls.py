@@ -22,7 +22,7 @@ BOUNDS = {
     "small_calls_few_alone_h200": (1.005, 1.1, 0),
     "small_calls_unequal_h200": (1.01, 1.4, 6),
     "small_calls_modified_h200": (1.012, 1.4, 9),
-    "small_calls_modified_more_h200": (1.02, 1.45, 6),
+    "small_calls_modified_more_h200": (1.012, 1.45, 4),
 }
 
 
