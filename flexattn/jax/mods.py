@@ -251,6 +251,8 @@ class _Writer:
         starts, limits, shape = e.params["start_indices"], e.params["limit_indices"], e.invars[0].aval.shape
         if not shape:
             return table
+        if any(step != 1 for step in e.params["strides"] or ()):
+            raise self.refusal(f"a slice with strides {e.params['strides']}")
         indices = [_Scalar(str(start), torch.int64, is_number=True) for start in starts]
         return self.part(table, indices, [limit - start for start, limit in zip(starts, limits, strict=True)], e.invars[0].aval)
 

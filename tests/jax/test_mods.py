@@ -190,9 +190,10 @@ rounded.defjvp(lambda primals, tangents: (rounded(*primals), tangents[0]))
         (lambda s, b, h, i, j: jnp.stack([s, s]), "score_mod returned arrays of shapes (2,)"),
         (lambda s, b, h, i, j: jax.lax.lgamma(s), "score_mod uses lgamma, which mods do not support; accepted: scalar arithmetic"),
         (lambda s, b, h, i, j: s + i.astype(jnp.uint32), "score_mod uses uint32 numbers"),
+        (lambda s, b, h, i, j, t=jnp.arange(8.0): s + t[::2][h], "score_mod uses a slice with strides (2,)"),
         (3, "score_mod is 3 (int); accepted: a function"),
     ],
-    ids=["a rule", "arrays", "shape", "op", "dtype", "kind"],
+    ids=["a rule", "arrays", "shape", "op", "dtype", "strides", "kind"],
 )
 def test_errors(mod: Any, text: str) -> None:
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 4, 16))
