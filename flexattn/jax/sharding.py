@@ -187,4 +187,7 @@ def _reduce(
 ) -> jax.Array:
     own_names = {name for factor in factors for name in _names(factor)}
     over = tuple(axis for name, chosen_axes in axes.items() if name not in own_names for axis in chosen_axes)
-    return reduce(x.astype(jnp.float32), over).astype(x.dtype) if over else x
+    if not over:
+        return x
+    # Only 16 bits are cast: XLA may call this outside of the caller's jax.enable_x64, and a cast to 64 bits would then give 32.
+    return reduce(x, over) if x.dtype.itemsize > 2 else reduce(x.astype(jnp.float32), over).astype(x.dtype)

@@ -131,6 +131,14 @@ def test_key_heads_that_are_one_or_do_not_divide(mesh: Any, heads: tuple[int, in
     assert gathers == (" all-gather(" in text)
 
 
+def test_sums_over_devices_keep_64_bits(mesh: Any) -> None:
+    with jax.enable_x64(True):
+        leaves = {name: x.astype(jnp.float64) for name, x in (qkv() | {"bias": normal(5, 1, 1, 24, 24)}).items()}
+        _, (_, found) = sharded(mesh, leaves, {"bias": P()})
+        _, expected = both(leaves)
+        assert float(abs(found["bias"] - expected["bias"]).max()) < 1e-12
+
+
 def test_vmap_of_a_sharded_call(mesh: Any) -> None:
     q, k, v = (jnp.stack([x, 2 * x]) for x in qkv().values())
     placed = [jax.device_put(x, NamedSharding(mesh, P(None, "data", None, "model"))) for x in (q, k, v)]
