@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from flexattn.compat import OpOverload, tree_leaves, tree_map
 from flexattn.dispatch.mod_program import GRADIENT, OPS, Capture, call, new_graph, op_name
+from flexattn.dispatch.neutral import neutral_state
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 
@@ -141,7 +142,11 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, object]
         )
     if not any(isinstance(x, Node) for x in args):
         args = (_node(graph, args[0], dtype), *args[1:])
-    return call(graph, name, tuple(args), dtype, **kwargs)
+    return (
+        _folded(graph, name, args, dtype, **kwargs)
+        if all(map(_is_constant, args))
+        else call(graph, name, tuple(args), dtype, **kwargs)
+    )
 
 
 def _is_truth(x: object) -> bool:
@@ -318,7 +323,16 @@ def _node(graph: Graph, value: object, dtype: torch.dtype) -> Node:
 
 def as_dtype(graph: Graph, value: object, dtype: torch.dtype) -> Node:
     node = _node(graph, value, dtype)
-    return node if node.meta["dtype"] == dtype else call(graph, "_to_copy", (node,), dtype)
+    if node.meta["dtype"] == dtype:
+        return node
+    return _folded(graph, "_to_copy", (node,), dtype) if _is_constant(node) else call(graph, "_to_copy", (node,), dtype)
+
+
+def _folded(graph: Graph, op: str, args: Sequence[Any], dtype: torch.dtype, **kwargs: Any) -> Any:
+    """Returns the constant that an op makes of constants. Kernels have a constant as a number, which their functions do not take."""
+    with neutral_state():
+        tensors = [torch.tensor(x.args[1], dtype=x.meta["dtype"], device="cpu") if isinstance(x, Node) else x for x in args]
+        return _constant(graph, getattr(torch.ops.aten, op)(*tensors, **kwargs).to(dtype).item(), dtype)
 
 
 def _line_of(node: Node) -> str:

@@ -107,7 +107,7 @@ def problem_of(mask: Any, device: str, **call: Any) -> tuple[Problem, Tensor]:
 
 
 def kinds(counts: Tensor, indices: Tensor, full_counts: Tensor, full_indices: Tensor) -> Tensor:
-    return BlockLists(counts, indices, full_counts, full_indices, *[None] * 4, BLOCK, BLOCK).kinds()
+    return BlockLists(counts, indices, full_counts, full_indices, *[None] * 4, BLOCK, BLOCK).kinds()[..., :-1]
 
 
 def kinds_of(shown: Tensor) -> Tensor:

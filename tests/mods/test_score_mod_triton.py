@@ -275,6 +275,18 @@ def test_random_mods(expression: str) -> None:
     check((scope["mod"], None), device, call, padding=True, gap=2, lengths_q=lengths(30, 7), lengths_kv=lengths(21, 33))
 
 
+def test_ops_of_constants(device: str) -> None:
+    """A kernel has a constant as a number, which has no sign function and no conversion."""
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seven, two_and_a_half = torch.full((), 7, device="cpu"), torch.full((), 2.5, device="cpu")
+        return (
+            score * torch.sign(-two_and_a_half) + kv_idx * torch.sign(seven) / 8 + q_idx * two_and_a_half.to(torch.int64) * kv_idx
+        )
+
+    check((mod, None), device, lengths_q=lengths(5), lengths_kv=lengths(7))
+
+
 def test_infinities_where_nothing_is_visible_stay_there(device: str) -> None:
     """log(0) and 1/0 under the mask, in rows past the end and in their derivatives, reach no result."""
     weight, column = torch.tensor([0.1], device=device).requires_grad_(), rand(300, device=device).requires_grad_()
