@@ -110,16 +110,17 @@ class BlockLists(NamedTuple):
         )
 
     def kinds(self) -> Tensor:
-        """Returns int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
+        """Returns int8 [b | 1, h | 1, blocks of queries, blocks of keys + 1]: 0 hidden, 1 masked, 2 full; 0 in the last column."""
         assert self.kv_indices is not None
         columns = self.kv_indices.shape[-1]
         kinds = self.kv_indices.new_zeros((*self.kv_indices.shape[:-1], columns + 1), dtype=torch.int8)
-        place = torch.arange(columns, device=kinds.device)
+        every = torch.arange(columns + 1, device=kinds.device)
+        place = every[:columns]
         for kind, counts, indices in ((1, *self[:2]), (2, *self[2:4])):
             assert counts is not None
             assert indices is not None
             kinds.scatter_(-1, torch.where(place < counts[..., None], indices, columns).long(), kind)
-        return kinds[..., :columns].contiguous()
+        return torch.where(every < columns, kinds, 0)  # a slice would have gaps, which a plan cannot express
 
 
 @with_features

@@ -12,6 +12,7 @@ import torch
 
 import flexattn
 from flexattn.testing import check_close, make_inputs
+from tests.jax.arrays import normal
 from tests.jax.test_attention import check, to_torch
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
@@ -116,6 +117,28 @@ def test_sums_over_split_keys_in_formats_with_other_strides(interpreted: list[An
     assert any(one.launch.kernel.__name__ == "_attn_bwd_dkdv_kernel" for one in interpreted)
     for a, b in zip(found, jax.grad(lambda *x: loss("bshd", *x), (0, 1, 2))(q, k, v), strict=True):
         assert abs(a.transpose(back) - b).max() < 2e-5 * abs(b).max()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_block_mask_with_the_gradient_of_a_bias(interpreted: list[Any], batch_invariant: bool) -> None:
+    """The kinds of blocks are made of the lists in each call. Floor division by a number takes the number's sign."""
+    q, k, v = (normal(heads, 2, 40, heads, 16) for heads in (4, 2, 2))
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i // 16 + j // 16) % 2 == 0
+
+    def results(bias: Any, **mask: Any) -> Any:
+        def loss(bias: Any) -> Any:
+            out = fj.attention(q, k, v, bias=bias, batch_invariant=batch_invariant, **mask)
+            return (out**2).sum(), out
+
+        return jax.jit(jax.grad(loss, has_aux=True))(bias)
+
+    bias, visible = normal(5, 1, 4, 40, 40), (jnp.arange(40)[:, None] // 16 + jnp.arange(40) // 16) % 2 == 0
+    found = results(bias, block_mask=fj.create_block_mask(mask_mod, None, None, 40, 40, 16))
+    for a, b in zip(found, results(jnp.where(visible, bias, -jnp.inf)), strict=True):
+        assert abs(a - b).max() < 1e-5 * abs(b).max()
+    assert any("dbias" in one.launch.kernel.__name__ for one in interpreted)
 
 
 def test_gradients_of_several_captures_deterministic(interpreted: list[Any]) -> None:
