@@ -329,7 +329,7 @@ def as_dtype(graph: Graph, value: object, dtype: torch.dtype) -> Node:
 
 
 def _folded(graph: Graph, op: str, args: Sequence[Any], dtype: torch.dtype, **kwargs: Any) -> Any:
-    """Returns the constant that an op makes of constants. Kernels have a constant as a number, which their functions do not take."""
+    """Returns the constant that an op makes of constants: a kernel has a constant as a number, which its functions do not take."""
     with neutral_state():
         tensors = [torch.tensor(x.args[1], dtype=x.meta["dtype"], device="cpu") if isinstance(x, Node) else x for x in args]
         return _constant(graph, getattr(torch.ops.aten, op)(*tensors, **kwargs).to(dtype).item(), dtype)

@@ -239,8 +239,8 @@ def test_the_default_device_is_one_that_is_there(device: str) -> None:
 def test_kinds_of_blocks(device: str) -> None:
     mask = flexattn.create_block_mask(causal(device), None, None, 128, 96, device, 32)
     lists = block_lists(mask, 1, 1, 128, 96, mask.kv_indices.device)
-    kinds = BlockLists(*lists.tensors, *lists.block_size).kinds()[..., :-1]
-    assert kinds.tolist() == [[[[1, 0, 0], [2, 1, 0], [2, 2, 1], [2, 2, 2]]]]
+    kinds = BlockLists(*lists.tensors, *lists.block_size).kinds()
+    assert kinds.tolist() == [[[[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 0]]]]
 
 
 @pytest.mark.slow

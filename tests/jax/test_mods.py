@@ -27,6 +27,7 @@ mods = pytest.importorskip("flexattn.jax.mods")
 meta_tensor = pytest.importorskip("flexattn.jax.call").meta_tensor
 
 SLOPES = [0.5, 0.25, 0.125, 0.1]
+EIGHT = jnp.arange(8.0)
 
 
 def to_torch(array: Any) -> torch.Tensor:
@@ -190,7 +191,7 @@ rounded.defjvp(lambda primals, tangents: (rounded(*primals), tangents[0]))
         (lambda s, b, h, i, j: jnp.stack([s, s]), "score_mod returned arrays of shapes (2,)"),
         (lambda s, b, h, i, j: jax.lax.lgamma(s), "score_mod uses lgamma, which mods do not support; accepted: scalar arithmetic"),
         (lambda s, b, h, i, j: s + i.astype(jnp.uint32), "score_mod uses uint32 numbers"),
-        (lambda s, b, h, i, j, t=jnp.arange(8.0): s + t[::2][h], "score_mod uses a slice with strides (2,)"),
+        (lambda s, b, h, i, j: s + EIGHT[::2][h], "score_mod uses a slice with strides (2,)"),
         (3, "score_mod is 3 (int); accepted: a function"),
     ],
     ids=["a rule", "arrays", "shape", "op", "dtype", "strides", "kind"],
