@@ -124,7 +124,7 @@ def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n
         bias = _move_to_front(*operands_and_dims["bias"], n)
         if bias.shape[1] != 1 or call.settings.needs_bias_grad or operands_and_dims["bias"][1] is not None:
             bias = jnp.broadcast_to(bias, (n, batch if bias.shape[1] == 1 else bias.shape[1], *bias.shape[2:]))
-            new["bias"] = bias.reshape(-1, *bias.shape[2:])
+            new["bias"] = jax.lax.collapse(bias, 0, 2)
     if "alibi_slopes" in operands_and_dims and operands_and_dims["alibi_slopes"][0].ndim == 2:
         new["alibi_slopes"] = jnp.tile(operands_and_dims["alibi_slopes"][0], (n, 1))
     present = tuple(name for name in TENSOR_FIELDS if name in new or (name in call.present and name not in _LENGTHS))
@@ -164,8 +164,7 @@ def _join_descale(x: jax.Array, dim: int | None, n: int, batch: int, kv_format: 
 def _join_batch(x: jax.Array, fmt: str) -> jax.Array:
     """Returns x, [n, *dims of fmt], with n merged into the batch or the tokens."""
     axis = 0 if fmt == "thd" else fmt.index("b")
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return jax.lax.collapse(jnp.moveaxis(x, 0, axis), axis, axis + 2)
 
 
 def _split_batch(x: jax.Array, fmt: str, n: int) -> jax.Array:
@@ -175,11 +174,11 @@ def _split_batch(x: jax.Array, fmt: str, n: int) -> jax.Array:
 
 def _join_lse(lse: jax.Array, q_format: str) -> jax.Array:
     if q_format == "thd":  # [n, h, t]
-        return jnp.moveaxis(lse, 0, 1).reshape(lse.shape[1], -1)
-    return lse.reshape(-1, *lse.shape[2:])
+        return jax.lax.collapse(jnp.moveaxis(lse, 0, 1), 1, 3)
+    return jax.lax.collapse(lse, 0, 2)
 
 
 def _split_lse(lse: jax.Array, q_format: str, n: int) -> jax.Array:
     if q_format == "thd":
-        return jnp.moveaxis(lse.reshape(lse.shape[0], n, -1), 1, 0)
-    return lse.reshape(n, -1, *lse.shape[1:])
+        return jnp.moveaxis(lse.reshape(lse.shape[0], n, lse.shape[1] // n), 1, 0)
+    return lse.reshape(n, lse.shape[0] // n, *lse.shape[1:])

@@ -96,5 +96,5 @@ def _merge_batch(name: str, x: jax.Array, lead: tuple[int, ...], sizes: tuple[in
         )
     batch_dims, rest = shape[: len(lead)], shape[len(lead) :]
     if any(size != 1 for size in batch_dims):
-        x = jnp.broadcast_to(x.reshape(shape), (*lead, *rest))
-    return x.reshape(-1, *rest)
+        x, batch_dims = jnp.broadcast_to(x.reshape(shape), (*lead, *rest)), lead
+    return x.reshape(math.prod(batch_dims), *rest)

@@ -175,3 +175,11 @@ def test_an_axis_of_size_0() -> None:
     q, k = jnp.zeros((0, 2, 9, 4, 16)), normal(0, 2, 9, 4, 16)
     gradient = jax.vmap(jax.grad(lambda q, k: fj.attention(q, k, k).sum(), (0, 1)), (0, None))
     assert [x.shape for x in gradient(q, k)] == [(0, 2, 9, 4, 16)] * 2
+
+
+def test_no_queries() -> None:
+    q, k, bias = jnp.zeros((N, 2, 0, 4, 16)), normal(0, 2, 9, 4, 16), jnp.zeros((1, 4, 0, 9))
+    gradient = jax.vmap(jax.grad(lambda q, k, bias: fj.attention(q, k, k, bias=bias).sum(), (0, 1, 2)), (0, None, None))
+    found = gradient(q, k, bias)
+    assert [x.shape for x in found] == [(N, 2, 0, 4, 16), (N, 2, 9, 4, 16), (N, 1, 4, 0, 9)]
+    assert not found[1].any()
