@@ -352,6 +352,7 @@ _FUNCTIONS: dict[object, Callable[..., object]] = {
     _aten.div.Tensor: quotient,
     _aten.mul.Tensor: lambda x, y: x * y,
     _aten.abs.default: jnp.abs,
+    _aten.full.default: lambda size, value, dtype=None, **_: jnp.full(tuple(size), value, jax_dtype(dtype)),
     _aten.arange.default: lambda stop, dtype=torch.int64, **_: jnp.arange(stop, dtype=jax_dtype(dtype)),
     **dict.fromkeys((_aten.eq.Tensor, _aten.eq.Scalar), lambda x, y: x == y),
     **dict.fromkeys((_aten.lt.Tensor, _aten.lt.Scalar), lambda x, y: x < y),

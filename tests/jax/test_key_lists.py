@@ -61,6 +61,21 @@ def test_launches_in_xlas_memory(interpreted: list[Any]) -> None:
     assert {"_sparse_fwd_kernel", "_sparse_bwd_dq_kernel"} <= names
 
 
+def test_launches_of_packed_sequences_in_xlas_memory(interpreted: list[Any]) -> None:
+    leaves, options = drawn(2, 1)
+    lists = {name: array(options[name].flatten(0, 1)) for name in ("kv_indices", "kv_index_counts")}
+    packed = {"qkv_format": "thd", "cu_seqlens": jnp.array([0, 10, 20], jnp.int32), "max_seqlen": 10, "backend": "triton"}
+
+    def loss(*x: Any) -> Any:
+        return (fj.attention(*x, causal=True, **lists, **packed) ** 2).sum()
+
+    found = jax.grad(loss, (0, 1, 2))(*(array(t.flatten(0, 1)) for t in leaves))
+    (flexattn.attention(*leaves, backend="eager", **options) ** 2).sum().backward()
+    for got, t in zip(found, leaves, strict=True):
+        assert t.grad is not None
+        torch.testing.assert_close(to_torch(got), t.grad.flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+
 def test_launches_that_xla_does_not_make_are_refused(interpreted: list[Any]) -> None:
     with pytest.raises(flexattn.BackendError, match="no GPU has run them for kv_indices in JAX; backend='triton' runs them"):
         both(2, 1)
