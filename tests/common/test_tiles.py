@@ -383,7 +383,7 @@ def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
             assert parts in ((row.tiny, row.loaded) if row.tiny is None or row.tiny.num_stages > 1 else (row.loaded,))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("heads_kv", "queries", "name"),
     [
