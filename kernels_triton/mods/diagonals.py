@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.common.arguments import Pointer
+from flexattn.kernels_triton.common.crossovers import TABLE_SCORES, TABLE_SCORES_OF_ENTRY
 from flexattn.kernels_triton.common.encoded_sizes import encoded_size
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.mods.mod_math import DiagonalTables
@@ -24,10 +25,6 @@ from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _PAST_THE_END = 256  # positions that the tiles at the ends of a sequence may reach, on either side
-# Fewer scores, or fewer for each entry of the tables, were not measured. At head dim 64, a forward of 2**17 scores takes 14 us with
-# a table instead of 36, and of 2**22 scores 21 instead of 30 (bench/results/distance_tables_h200.json, script not kept).
-_FEWEST_SCORES = 2**17
-_SCORES_OF_ENTRY = 4
 _BLOCK = 1024
 _TILE = Tile(block_m=_BLOCK, block_n=1, num_warps=4, num_stages=1)
 
@@ -87,7 +84,7 @@ def with_diagonals(problem: Problem) -> Problem:
     count = x.mods_of_tables.num_tables
     entries = 4 * count * batch * heads * length
     scores = x.q.numel() // x.q.shape[-1] * x.longest_kv
-    if scores < max(_FEWEST_SCORES, _SCORES_OF_ENTRY * entries):
+    if scores < max(TABLE_SCORES, TABLE_SCORES_OF_ENTRY * entries):
         return problem
     tables = torch.empty((count, 2, batch, heads, 2, length), dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(length, _BLOCK)

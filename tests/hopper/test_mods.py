@@ -56,8 +56,8 @@ HEADS = 4
 @pytest.fixture(autouse=True)
 def tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative biases are tabulated, even if there are few scores."""
-    monkeypatch.setattr(diagonals, "_FEWEST_SCORES", 0)
-    monkeypatch.setattr(diagonals, "_SCORES_OF_ENTRY", 0)
+    monkeypatch.setattr(diagonals, "TABLE_SCORES", 0)
+    monkeypatch.setattr(diagonals, "TABLE_SCORES_OF_ENTRY", 0)
 
 
 UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": HEADS, "num_heads_kv": 2}

@@ -29,8 +29,8 @@ TABLE = torch.arange(40.0)
 def tabulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tables are made even if there are few scores; yields the numbers of tables that calls made."""
     made: list[int] = []
-    monkeypatch.setattr(diagonals, "_FEWEST_SCORES", 0)
-    monkeypatch.setattr(diagonals, "_SCORES_OF_ENTRY", 0)
+    monkeypatch.setattr(diagonals, "TABLE_SCORES", 0)
+    monkeypatch.setattr(diagonals, "TABLE_SCORES_OF_ENTRY", 0)
 
     def watched(problem: Any) -> Any:
         new = with_diagonals(problem)

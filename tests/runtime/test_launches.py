@@ -56,7 +56,7 @@ def relative(score, b, h, i, j):
 def masked_by_a_number(score, b, h, i, j):
     return torch.where(i >= j, score, -1e9)
 
-diagonals._FEWEST_SCORES = diagonals._SCORES_OF_ENTRY = 0
+diagonals.TABLE_SCORES = diagonals.TABLE_SCORES_OF_ENTRY = 0
 documents, table = torch.arange(1100) // 300, torch.zeros(6, 90)
 factor, slopes = 0.5, torch.ones(6, requires_grad=True)
 D = {"num_heads": 6, "num_heads_kv": 2, "dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
