@@ -215,7 +215,7 @@ def test_a_run_writes_what_each_step_found(tmp_path: Path, monkeypatch: pytest.M
     assert content["complete"]
     assert content["families"]["reached"] == ["portable forward"]
     assert "portable backward" in content["families"]["not reached"]
-    assert "sm_90 forward" in content["families"]["for other devices"]
+    assert "sm_100 forward" in content["families"]["for other devices"]  # no GPU of 10.0 runs the tests
 
 
 def test_the_tests_that_a_run_makes_are_there() -> None:
