@@ -112,7 +112,7 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, object]
         if result.dim() != 0:
             _refuse(role, node, name, "a mod works on scalars; create the tensor before the call and capture it")
         fill = args[-1] if name in ("scalar_tensor", "full", "full_like") else float("ones" in name)
-        return _constant(graph, fill, dtype)
+        return as_dtype(graph, fill, dtype)
     if name in ("_to_copy", "convert_element_type", "to"):
         return as_dtype(graph, args[0], dtype)
     if name == "sgn":
@@ -307,13 +307,10 @@ def _is_constant(x: object) -> bool:
     return not isinstance(x, Node) or (x.op == "call_function" and op_name(x) == "full")
 
 
-def _constant(graph: Graph, value: object, dtype: torch.dtype) -> Any:
-    if isinstance(value, Node):
-        return as_dtype(graph, value, dtype)
-    return call(graph, "full", ([], _python(value, dtype)), dtype)
-
-
 def _python(value: Any, dtype: torch.dtype) -> bool | float | int:
+    if dtype in (torch.float16, torch.bfloat16):  # a kernel computes in fp32, and would not round the number
+        with neutral_state():
+            return torch.tensor(value, dtype=dtype, device="cpu").item()
     return bool(value) if dtype is torch.bool else (float(value) if dtype.is_floating_point else int(value))
 
 
@@ -332,7 +329,7 @@ def _folded(graph: Graph, op: str, args: Sequence[Any], dtype: torch.dtype, **kw
     """Returns the constant that an op makes of constants: a kernel has a constant as a number, which its functions do not take."""
     with neutral_state():
         tensors = [torch.tensor(x.args[1], dtype=x.meta["dtype"], device="cpu") if isinstance(x, Node) else x for x in args]
-        return _constant(graph, getattr(torch.ops.aten, op)(*tensors, **kwargs).to(dtype).item(), dtype)
+        return _node(graph, getattr(torch.ops.aten, op)(*tensors, **kwargs).to(dtype).item(), dtype)
 
 
 def _line_of(node: Node) -> str:

@@ -395,9 +395,12 @@ class _Lowering:
         if op in COMPARISONS:
             kind = "float" if "float" in kinds else ("int" if "int" in kinds else "bool")
         if op in ("logical_and", "logical_or", "logical_xor", "logical_not"):
-            return [x if x.kind == "bool" else x._replace(text=f"({x.text} != 0)", kind="bool") for x in operands]
+            return [
+                self._as(x, "bool", bounds) if x.kind == "bool" else x._replace(text=f"({x.text} != 0)", kind="bool")
+                for x in operands
+            ]
         if op == "where":
-            return [operands[0], *(self._as(x, kind, bounds) for x in operands[1:])]
+            return [self._as(operands[0], "bool", bounds), *(self._as(x, kind, bounds) for x in operands[1:])]
         bounds = bounds if op not in COMPARISONS else INT32
         if any(x.is_literal and x.is_wide for x in operands):  # Triton gives a literal the other operand's type
             bounds = INT64
@@ -405,6 +408,8 @@ class _Lowering:
 
     def _as(self, x: Value, kind: str, bounds: tuple[int, int]) -> Value:
         if x.is_literal:
+            if kind == "bool" and x.kind == "bool":  # a number would make the result int32, which tl.where does not take
+                return x._replace(text=str(x.text == "1"))
             if kind == "float" and x.kind != "float":
                 return x._replace(text=f"{float(int(x.text))!r}", kind="float")
             return x

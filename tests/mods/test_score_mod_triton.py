@@ -275,11 +275,13 @@ def test_random_mods(expression: str) -> None:
     check((scope["mod"], None), device, call, padding=True, gap=2, lengths_q=lengths(30, 7), lengths_kv=lengths(21, 33))
 
 
+@pytest.mark.filterwarnings("error:tl.where")
 def test_ops_of_constants(device: str) -> None:
-    """A kernel has a constant as a number, which has no sign function and no conversion."""
+    """A kernel has a constant as a number, which has no sign function, no conversion and no rounding to 16 bits."""
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seven, two_and_a_half = torch.full((), 7, device="cpu"), torch.full((), 2.5, device="cpu")
+        score = torch.where((seven > 2) ^ (kv_idx > 3), score * torch.full((), 1 / 3, dtype=torch.bfloat16, device="cpu"), score)
         return (
             score * torch.sign(-two_and_a_half) + kv_idx * torch.sign(seven) / 8 + q_idx * two_and_a_half.to(torch.int64) * kv_idx
         )
