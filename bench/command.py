@@ -225,19 +225,17 @@ def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[
 
 
 def _as_rival(peer: Implementation, files: Sequence[Path]) -> Implementation:
-    """Returns the peer for the cells in which the files have it as a rival, and for cells that no file has."""
-    known, rival = set(), set()
+    """Returns the peer without the cells in which the files show it far behind the fastest peer."""
+    behind, rival = set(), set()
     for file in files:
         earlier = record.read(file)
         for cell in earlier.cells():
             times = {name: row.us for name, row in earlier.of(*cell).items() if row.us is not None and not tables.is_ours(name)}
-            known.add(cell)
-            if peer.name in times and times[peer.name] <= RIVAL * min(times.values()):
-                rival.add(cell)
+            if peer.name in times:
+                (rival if times[peer.name] <= RIVAL * min(times.values()) else behind).add(cell)
 
     def serves(workload: Workload, direction: str) -> bool:
-        cell = workload.name, direction
-        return peer.serves(workload, direction) and (cell in rival or cell not in known)
+        return peer.serves(workload, direction) and (workload.name, direction) not in behind - rival
 
     return peer._replace(serves=serves)
 
