@@ -461,7 +461,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="open", keys=(65, 128), grouped=False, **_PLAIN,
          tokens_from=2048, flops_from=2**32, source=_FITTED),
     # With dropout, 128 to 256 causal tokens take 4 to 26 % less time, and longer calls 15 to 36 %, unless all tiles run at once.
-    # Calls without a mask take 5 to 18 % less from 1024 tokens on, and 13 % less with 256 tokens and many tiles.
+    # Calls without a mask take 8 to 19 % less from 1024 tokens on, and 13 % less with 256 tokens and many tiles.
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_DROPPED, mask="causal", rows_of_one_wave=(0, 192, 256),
          tokens_from=128, flops_from=2**29),
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_DROPPED, mask="open", tokens=(1024, None), rows_of_one_wave=(0, 192, 256),
@@ -472,14 +472,14 @@ CROSSOVERS: tuple[Rule, ...] = (
     # Causal calls of few tiles take 7 to 36 % less time.
     Rule(use="sm_90", head_dim=64, width=(33, 64), dropout=False, mask="causal", mean_tokens=(1024, None),
          flops_from=2**32, keys_per_sm_from=100, source=_SMALL),
-    # A relative bias takes 17 to 83 % less time. ALiBi takes up to 25 % less in few tiles from 1024 tokens on, and 5 to 8 % more in
+    # A relative bias takes 17 to 83 % less time. ALiBi takes up to 25 % less in few tiles from 1024 tokens on, and 2 to 8 % more in
     # many.
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_MODS, by_distance=True, tokens_from=256, flops_from=2**28),
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_MODS, mean_tokens=(512, 1023), blocks_per_sm=(None, 12), keys_from=NEVER),
     # 10 to 37 % less time with softcap and few tiles
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="modified", mean_tokens=(512, None), blocks_per_sm=(None, 12), **_PLAIN,
          flops_from=2**31, keys_per_sm_from=100, source=(_SMALL, *_MODIFIED)),
-    # A block mask takes 5 to 36 % less time from 2048 tokens on, and 11 to 26 % less in many tiles of 128 tokens and more.
+    # A block mask takes 5 to 36 % less time from 2048 tokens on, and 14 to 26 % less in many tiles of 128 tokens and more.
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_LISTED, tokens=(2048, None), flops_from=2**32),
     Rule(use="sm_90", head_dim=64, width=(33, 64), **_LISTED, blocks_per_sm=(24, None), tokens_from=128, flops_from=2**32),
     # Tiles that all run at once take 8 to 16 % less time. 4096 queries of 200 to 300 keys take 11 to 13 % less.
@@ -509,7 +509,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 5120 tokens with a bias at head dim 32 take 58 % more time than in the portable kernel (bias_before_h200.json).
     Rule(use="sm_90", head_dim=64, width=(33, 64), mask="loaded", tokens_from=1024, flops_from=2**36,
          source="modified_scores_h200.json"),
-    # Head dim 128. With dropout, calls from 128 tokens on take 14 to 49 % less time. If all tiles run at once, they take 1 % less
+    # Head dim 128. With dropout, calls from 128 tokens on take 14 to 49 % less time. If all tiles run at once, they take 2 % less
     # to 11 % more, and at head dim 96 8 % less to 1 % more from 1024 tokens on.
     Rule(use="sm_90", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal"), rows_of_one_wave=128, keys_from=NEVER),
     Rule(use="sm_90", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal"), tokens_from=128, flops_from=2**30),
@@ -537,8 +537,8 @@ CROSSOVERS: tuple[Rule, ...] = (
     # Softcap takes 7 to 45 % less time.
     Rule(use="sm_90", head_dim=128, mask="modified", softcap=True, **_PLAIN, tokens_from=150, flops_from=2**28,
          source=(_SMALL, _DRAWN)),
-    # From 256 tokens on, ALiBi takes 16 to 54 % less time, and a relative bias 33 to 77 % less. A block mask takes 11 to 34 % less
-    # in many tiles. At head dim 96, it takes 12 % more to 5 % less in few tiles of 1024 tokens.
+    # From 256 tokens on, ALiBi takes 15 to 54 % less time, and a relative bias 25 to 77 % less. A block mask takes 11 to 43 % less
+    # in many tiles. At head dim 96, it takes 9 % more to 5 % less in few tiles of 1024 tokens.
     Rule(use="sm_90", head_dim=128, width=(65, 96), **_MODS, tokens_from=256, flops_from=2**28),
     Rule(use="sm_90", head_dim=128, width=(97, 128), **_MODS, tokens_from=128, flops_from=2**28),
     Rule(use="sm_90", head_dim=128, width=(65, 96), **_LISTED, tokens=(None, 2047), blocks_per_sm=(None, 23), keys_from=NEVER),
@@ -548,7 +548,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=1024, flops_from=2**31, source="modified_scores_h200.json"),
     # Head dims 192 and 128. The run without a mask was not kept. Dropout takes 6 to 52 % less time from 256 tokens on. Without a
     # mask, tiles that all run at once take 0 to 5 % more. ALiBi takes 15 to 49 % less, and a relative bias 31 to 75 %. A block mask
-    # takes 5 to 41 % less from 1024 tokens on, and 18 % less with 256 tokens and many tiles.
+    # takes 3 % more to 41 % less from 1024 tokens on, and 18 % less with 256 tokens and many tiles.
     Rule(use="sm_90", head_dim=192, **_DROPPED, mask="open", rows_of_one_wave=128, keys_from=NEVER),
     Rule(use="sm_90", head_dim=192, **_DROPPED, mask=("open", "causal"), tokens_from=256, flops_from=2**29),
     Rule(use="sm_90", head_dim=192, **_MODS, tokens_from=256, flops_from=2**29),
@@ -596,7 +596,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 FP8", mask=("open", "causal"), tokens_from=2048, flops_from=2**36, source="fp8_hopper_h200.json"),
     # --- sm_90 fused: the backward in one kernel, beside two kernels, head dims up to 128. The sums of dq cost time for each token,
     # however few keys it sees, so narrow windows are slower. A bias was not measured. A program has 128 keys.
-    # Dropout takes 0 to 57 % less time from 512 tokens on. It takes 5 to 26 % less with 256 tokens and many keys, and 1 % more to
+    # Dropout takes 0 to 64 % less time from 512 tokens on. It takes 5 to 26 % less with 256 tokens and many keys, and 1 % more to
     # 6 % less with few keys at head dim 128.
     Rule(use="sm_90 fused", head_dim=(64, 128), width=(33, 96), **_DROPPED, mask=("open", "causal"), tokens=(None, 511),
          tokens_from=256, flops_from=2**30, window_left_from=255, keys_per_sm_from=100),
@@ -710,8 +710,8 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=256, flops_from=2**30, window_left_from=255, keys_per_sm_from=200, source=_SMALL),
     Rule(use="sm_90 fused", head_dim=(64, 128), width=(32, 128), mask="modified", softcap=True, dropout=False,
          tokens_from=384, flops_from=2**30, window_left_from=255, keys_per_sm_from=80, source=(_SMALL, _DRAWN)),
-    # From 256 tokens on, ALiBi takes 18 to 65 % less time with many keys, and 5 to 11 % less from 1024 on with few. A relative bias
-    # takes 23 to 80 % less, and a block mask 1 to 40 % less.
+    # From 256 tokens on, ALiBi takes 21 to 66 % less time with many keys, and 2 to 10 % less from 1024 on with few. A relative bias
+    # takes 22 to 80 % less, and a block mask 1 to 37 % less.
     Rule(use="sm_90 fused", head_dim=128, width=(65, 96), **_MODS, by_distance=True,
          tokens_from=256, flops_from=2**28, window_left_from=255),
     Rule(use="sm_90 fused", head_dim=128, width=(65, 96), **_MODS, tokens=(None, 1023),
@@ -724,7 +724,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # ALiBi takes 32 % less time at 1024 tokens, and 36 % less at 4096.
     Rule(use="sm_90 fused", head_dim=128, width=(65, 96), mask="modified", dropout=False,
          tokens_from=1024, flops_from=2**34, window_left_from=255, keys_per_sm_from=200, source=_FITTED_BACKWARD),
-    # From 256 tokens on, a relative bias takes 18 to 78 % less time. ALiBi takes up to 48 % less at head dim 64 with many keys, and
+    # From 256 tokens on, a relative bias takes 9 to 78 % less time. ALiBi takes up to 48 % less at head dim 64 with many keys, and
     # 3 % more to 56 % less at 128.
     Rule(use="sm_90 fused", head_dim=64, width=(33, 64), **_MODS, by_distance=True,
          tokens_from=256, flops_from=2**28, window_left_from=255),
@@ -780,7 +780,7 @@ CROSSOVERS: tuple[Rule, ...] = (
          tokens_from=512, flops_from=2**36, keys_per_sm_from=128, source=_STANDARD),
     Rule(use="sm_90 two-kernel", head_dim=(64, 128), mask="windowed",
          tokens_from=8192, flops_from=2**36, keys_per_sm_from=128, source=_STANDARD),
-    # A block mask takes 11 to 13 % less time at 2048 tokens, and 4 to 7 % less at 1024.
+    # A block mask takes 1 to 13 % less time at 2048 tokens, and 4 to 7 % less at 1024.
     Rule(use="sm_90 two-kernel", head_dim=64, width=(33, 64), **_LISTED,
          tokens_from=1024, flops_from=2**33, keys_per_sm_from=200),
     Rule(use="sm_90 two-kernel", head_dim=(64, 128), width=(33, 128), mask=("modified", "loaded"),
@@ -851,7 +851,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, batch_invariant=True),
     Rule(use="sm_90", tile="d64_narrow_two_consumers", head_dim=64, mask=("open", "causal"), tokens=(65, 128), **_PLAIN,
          source=_SMALL),
-    # 4 to 30 % less time with dropout up to 2048 causal tokens
+    # 7 to 30 % less time with dropout up to 2048 causal tokens
     Rule(use="sm_90", tile="d64_narrow_two_consumers", head_dim=64, **_DROPPED, mask="causal"),
     Rule(use="sm_90", tile="d64_few_rows", head_dim=64, rows=(None, 128), source="few_queries_h200.json"),
     # Without a mask, 9 to 14 % less time with dropout. Block masks take 1 to 7 % less than with the next tile.
@@ -916,7 +916,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     # 5 to 24 % less time with softcap
     Rule(use="sm_90", tile="d128_narrow", head_dim=128, mask="modified", softcap=True, mean_tokens=(None, 4096), **_PLAIN,
          source=_SMALL),
-    # 0 to 37 % less time with ALiBi, dropout or a block mask. From 1024 tokens on, a relative bias takes 2 to 18 % more.
+    # 2 % more to 37 % less time with ALiBi, dropout or a block mask. From 1024 tokens on, a relative bias takes up to 19 % more.
     Rule(use="sm_90", tile="d128_long", head_dim=128, width=(97, 128), **_MODS, by_distance=True, tokens=(1024, None)),
     Rule(use="sm_90", tile="d128_narrow", head_dim=128, width=(97, 128), **_MODS, tokens=(None, 4096)),
     Rule(use="sm_90", tile="d128_narrow", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal"), tokens=(None, 4096)),
@@ -938,7 +938,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90", tile="d192_narrow", head_dim=192, mask="open", keys=(257, 320), **_PLAIN, source=_SMALL),
     # 5 to 34 % less time with softcap, and 5 to 28 % with a causal mask and few tiles
     Rule(use="sm_90", tile="d192_narrow", head_dim=192, mask="modified", softcap=True, **_PLAIN, source=_SMALL),
-    # 1 to 36 % less time with ALiBi, dropout or a block mask. From 1024 tokens on, a relative bias takes 6 to 25 % more.
+    # 2 to 38 % less time with ALiBi, dropout or a block mask. From 1024 tokens on, a relative bias takes up to 26 % more.
     Rule(use="sm_90", tile="d192", head_dim=192, **_MODS, by_distance=True, tokens=(1024, None)),
     Rule(use="sm_90", tile="d192_narrow", head_dim=192, **_MODS, tokens=(None, 4096)),
     Rule(use="sm_90", tile="d192_narrow", head_dim=192, **_DROPPED, mask=("open", "causal"), tokens=(None, 4096)),
@@ -971,7 +971,7 @@ CROSSOVERS: tuple[Rule, ...] = (
     Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="windowed", grouped=False, tokens=(2048, 8192),
          source=_FUSED_TILES),
     Rule(use="sm_90 fused", tile="d64", head_dim=64),
-    # 0 to 10 % less time with dropout and with a relative bias; with ALiBi 0 to 8 % less in persistent programs
+    # 2 % more to 23 % less time with dropout and with a relative bias. With ALiBi, persistent programs take 4 % more to 7 % less.
     Rule(use="sm_90 fused", tile="d128_open", head_dim=128, width=(97, 128), **_DROPPED, mask=("open", "causal")),
     Rule(use="sm_90 fused", tile="d128_open", head_dim=128, width=(97, 128), **_MODS, by_distance=True),
     Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, width=(97, 128), **_MODS, tokens=(None, 4096)),
