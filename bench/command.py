@@ -226,16 +226,16 @@ def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[
 
 def _as_rival(peer: Implementation, files: Sequence[Path]) -> Implementation:
     """Returns the peer without the cells in which the files show it far behind the fastest peer."""
-    behind, rival = set(), set()
+    is_rival: dict[tuple[str, str], bool] = {}  # by cell
     for file in files:
         earlier = record.read(file)
         for cell in earlier.cells():
             times = {name: row.us for name, row in earlier.of(*cell).items() if row.us is not None and not tables.is_ours(name)}
             if peer.name in times:
-                (rival if times[peer.name] <= RIVAL * min(times.values()) else behind).add(cell)
+                is_rival[cell] = is_rival.get(cell, False) or times[peer.name] <= RIVAL * min(times.values())
 
     def serves(workload: Workload, direction: str) -> bool:
-        return peer.serves(workload, direction) and (workload.name, direction) not in behind - rival
+        return peer.serves(workload, direction) and is_rival.get((workload.name, direction), True)
 
     return peer._replace(serves=serves)
 
