@@ -236,10 +236,10 @@ LAST_WAVES = 2
 WINDOW_PARTS, WINDOW_WAVES, WIDE_WINDOW = 4, 4, 2048
 """For head dims up to 128 (bench/results/head_parts_windows_h200.json)."""
 
-# Fewest scores of a call, and fewest for each entry, with which values of distances are tabulated (`diagonals.py`). Fewer were not
-# measured. At head dim 64, a forward of 2**17 scores takes 14 us with a table instead of 36, and of 2**22 scores 21 instead of 30
-# (bench/results/distance_tables_h200.json, script not kept).
-TABLE_SCORES, TABLE_SCORES_OF_ENTRY = 2**17, 4
+# Fewest scores of a call, and fewest for each entry, with which values of distances are tabulated (`diagonals.py`). Capacities
+# count, so decoded sequences with short lengths in long slots must not fill tables. At head dim 64, a forward of 2**19 scores takes
+# 15 us with a table instead of 49, and of 2**22 scores 21 instead of 30 (bench/results/distance_tables_h200.json, script not kept).
+TABLE_SCORES, TABLE_SCORES_OF_ENTRY = 2**17, 16
 
 # Limits of the form of a KV split (`split_kv.py`; bench/results/splits_h200.json).
 SPLIT_KEYS = 128
