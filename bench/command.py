@@ -216,7 +216,8 @@ def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[
     if args.preset == OLDER and FLEX in chosen:
         chosen[FLEX] = chosen[FLEX]._replace(serves=mma.is_beside_flex)
     if args.rivals:
-        chosen = {name: i if tables.is_ours(name) else _as_rival(i, args.rivals) for name, i in chosen.items()}
+        earlier = [record.read(path) for path in args.rivals]
+        chosen = {name: i if tables.is_ours(name) else _as_rival(i, earlier) for name, i in chosen.items()}
     if args.mma_tiles:
         chosen |= {i.name: i for i in mma.tile_implementations(flexattn.__version__)}
     if args.portable_tiles:
@@ -224,11 +225,10 @@ def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[
     return list(chosen.values())
 
 
-def _as_rival(peer: Implementation, files: Sequence[Path]) -> Implementation:
-    """Returns the peer without the cells in which the files show it far behind the fastest peer."""
+def _as_rival(peer: Implementation, records: Sequence[record.Record]) -> Implementation:
+    """Returns the peer without the cells in which the records show it far behind the fastest peer."""
     is_rival: dict[tuple[str, str], bool] = {}  # by cell
-    for file in files:
-        earlier = record.read(file)
+    for earlier in records:
         for cell in earlier.cells():
             times = {name: row.us for name, row in earlier.of(*cell).items() if row.us is not None and not tables.is_ours(name)}
             if peer.name in times:

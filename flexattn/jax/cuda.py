@@ -358,7 +358,7 @@ _FUNCTIONS: dict[object, Callable[..., object]] = {
     **dict.fromkeys((_aten.lt.Tensor, _aten.lt.Scalar), lambda x, y: x < y),
     _aten.gt.Scalar: lambda x, y: x > y,
     _aten.ne.Scalar: lambda x, y: x != y,
-    _aten.sort.default: lambda x, dim=-1: (jnp.sort(x, dim), jnp.argsort(x, dim)),
+    _aten.sort.default: lambda x, dim=-1: jax.lax.sort_key_val(x, jax.lax.broadcasted_iota(jnp.int32, x.shape, dim % x.ndim), dim),
     _aten.gather.default: lambda x, dim, index: jnp.take_along_axis(x, index, dim),
     _aten.scatter_.value: lambda x, dim, index, value: jnp.put_along_axis(x, index, value, dim, inplace=False),
     _aten.scalar_tensor.default: lambda x, dtype=None, **_: jnp.asarray(x, None if dtype is None else jax_dtype(dtype)),
