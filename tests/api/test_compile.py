@@ -355,7 +355,7 @@ def test_what_a_mod_cannot_do_is_an_error_and_no_wrong_result(score_mod, text):
         compiled(*(t.detach() for t in tensors(2, 5)))
 
 
-TABLE = torch.tensor([0.5, 0.25, 2.0, 1.5])
+TABLE = torch.tensor([0.5, 0.25, 2.0, 1.5], device=DEVICE)
 
 
 def by_dtype(s, b, h, i, j):

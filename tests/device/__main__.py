@@ -2,6 +2,7 @@
 
     python -m tests.device --out bench/results/device_h100.json --minutes 9
     python -m tests.device --out bench/results/device_h100_fuzz.json --minutes 9 --only fuzz --seed 2
+    python -m tests.device --out bench/results/device_h100_slow.json --minutes 9 --only tests --marks "slow and not exhaustive"
     FLEXATTN_HOPPER=always python -m tests.device --as sm_80 --out mma.json --only tests fuzz racecheck --tests tests/mma
 
 The file is written every few seconds, so a run that is killed keeps its results.
@@ -69,7 +70,7 @@ def main() -> int:
             seconds = left * SHARES[name] / sum(SHARES[other] for other in todo[n:])
             place = Path(folder) / name
             place.mkdir()
-            run = Run(place, seconds, options.processes, options.seed, options.device, options.tests, options.values)
+            run = Run(place, seconds, options.processes, options.seed, options.device, options.tests, options.marks, options.values)
             began = time.monotonic()
             found = getattr(steps, name)(run, teller(name))
             found["took seconds"] = round(time.monotonic() - began)
@@ -136,6 +137,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--values", type=int, default=VALUES, help="random calls of each set of compiled kernels")
     parser.add_argument("--tests", nargs="*", default=list(steps.TESTS), help="files or folders of tests")
+    parser.add_argument("--marks", default=steps.MARKS, help="marks of the tests, as pytest -m")
     return parser.parse_args()
 
 

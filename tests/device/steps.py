@@ -19,13 +19,15 @@ from tests.fuzz.processes import STRIDE, VALUES, Found, Job, Process, command_of
 
 Tell = Callable[[dict[str, Any]], None]  # receives the findings of a step so far
 
-TESTS = (
-    "tests/gpu",
-    "tests/portable/test_few_queries.py",
-    "tests/portable/test_attention.py",
-    "tests/mods/test_score_mod_triton.py",
-    "tests/api/test_support.py",
+ROOT = Path(__file__).parent.parent.parent
+# Tests that use the GPU if there is one: two folders, and files that ask whether there is.
+FOLDERS = ("tests/gpu", "tests/hopper")
+TESTS = FOLDERS + tuple(
+    name
+    for name in sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py"))
+    if not name.startswith((*FOLDERS, "tests/cudnn/")) and "torch.cuda.is_available()" in (ROOT / name).read_text("utf-8")
 )
+MARKS = "not slow and not exhaustive"
 FIRST = "tests/gpu/"
 CHUNK = 8  # tests
 LARGE = "tests/gpu/test_gpu.py"  # its tests take up to 40 GiB each, so one process runs them all
@@ -65,13 +67,14 @@ class Run(NamedTuple):
     seed: int
     device: str = "cuda"
     tests: Sequence[str] = TESTS
+    marks: str = MARKS  # of the tests
     values: int = VALUES  # calls of each configuration of `fuzz`
 
 
 def tests(run: Run, tell: Tell) -> dict[str, Any]:
     """Runs pytest in several processes, each on one of the `shares` of the tests."""
     end = time.monotonic() + run.seconds
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", run.marks]
     environment = {**os.environ, **{name: value for name, value in COMPILING.items() if value}}
     listing = subprocess.run([*pytest, "--collect-only", *run.tests], capture_output=True, text=True, env=environment)
     names = [line for line in listing.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]

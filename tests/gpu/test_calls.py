@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import call_cache, checked_call, fp8
+from flexattn import cached_call, call_cache, checked_call, fp8
 from flexattn.kernels_triton.runtime import launch
 from flexattn.testing import make_inputs
 from tests.support import storages
@@ -211,11 +211,12 @@ def test_another_scale_gives_the_bits_of_an_ordinary_call(name: str, hopper: str
     call_cache.clear_cache()
     for _ in range(3):
         run(arguments | {"softmax_scale": 0.1}, leaves)
+    has_ordinary_runs = name.startswith("fp8") or name == "everything"
+    for direction in () if has_ordinary_runs else ("forward", "backward"):
+        monkeypatch.setattr(cached_call.CachedCall, f"compute_{direction}", lambda *_: pytest.fail("this run is no replay"))
     for _ in range(3):
         for one, want in zip(others, wanted, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(run(one, leaves), want, strict=True))
-    if not name.startswith("fp8") and name != "everything":
-        assert call_cache.cache_info()["recordings"] == 2, call_cache.cache_info()
 
 
 def test_threads_share_tapes() -> None:

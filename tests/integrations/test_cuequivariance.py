@@ -52,6 +52,7 @@ def lengths() -> Tensor:
     return torch.tensor([[SKV, 0, 7], [1, SKV + 5, 20]], dtype=torch.int32, device=DEVICE).view(B, N, 1, 1, 1)
 
 
+@pytest.mark.filterwarnings("ignore:the (forward|backward) runs on the eager backend")  # float64 on a GPU
 @pytest.mark.parametrize("kind", ["no mask", "mask", "kv_lengths"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
