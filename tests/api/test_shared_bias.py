@@ -143,8 +143,8 @@ def test_an_empty_batch_takes_no_groups() -> None:
 @pytest.mark.parametrize(("len_q", "len_kv"), [(8, 0), (0, 8)])
 def test_no_queries_or_no_keys(len_q: int, len_kv: int) -> None:
     """An empty bias has no tiles."""
-    q, k = (torch.zeros(6, length, HEADS, 16, requires_grad=True) for length in (len_q, len_kv))
-    bias = torch.zeros(1, HEADS, len_q, len_kv, requires_grad=True)
+    q, k = (torch.zeros(6, length, HEADS, 16, device=DEVICE, requires_grad=True) for length in (len_q, len_kv))
+    bias = torch.zeros(1, HEADS, len_q, len_kv, device=DEVICE, requires_grad=True)
     found = torch.autograd.grad(flexattn.attention(q, k, k, bias=bias, backend="triton").sum(), (q, k, bias))
     assert not any(t.any() for t in found)
 

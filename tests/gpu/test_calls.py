@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import cached_call, call_cache, checked_call, fp8
+from flexattn import call_cache, checked_call, fp8
 from flexattn.kernels_triton.runtime import launch
 from flexattn.testing import make_inputs
 from tests.support import storages
@@ -202,7 +202,7 @@ def test_without_gradients_and_under_inference_mode() -> None:
 @pytest.mark.parametrize("hopper", ["never", "always"])
 @pytest.mark.parametrize("name", CASES)
 def test_another_scale_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first run is a replay with its numbers. If the recording has torch's operators or FP8, it is an ordinary run."""
+    """tests/runtime/test_launches.py shows that its first run is a replay. Here it is not: recordings poison their results."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     arguments, leaves = make_arguments(name, 0)
     others = [arguments | {"softmax_scale": scale} for scale in (0.05, 0.2)]
@@ -211,9 +211,6 @@ def test_another_scale_gives_the_bits_of_an_ordinary_call(name: str, hopper: str
     call_cache.clear_cache()
     for _ in range(3):
         run(arguments | {"softmax_scale": 0.1}, leaves)
-    has_ordinary_runs = name.startswith("fp8") or name == "everything"
-    for direction in () if has_ordinary_runs else ("forward", "backward"):
-        monkeypatch.setattr(cached_call.CachedCall, f"compute_{direction}", lambda *_: pytest.fail("this run is no replay"))
     for _ in range(3):
         for one, want in zip(others, wanted, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(run(one, leaves), want, strict=True))

@@ -113,7 +113,8 @@ def test_persistent_programs_of_dense_calls(
     choose_persistent(monkeypatch, converts=converts)
     heads = {"num_heads": 24, "num_heads_kv": 24, "head_dim_qk": dim, "head_dim_v": dim}
     fused = CONVERTING if converts else FUSED
-    check(launches, {"attn_mask_type": mask}, fused, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, **heads)
+    forward = "_attn_fwd_few_keys_hopper_kernel" if skv == 1 else "_attn_fwd_hopper_kernel"
+    check(launches, {"attn_mask_type": mask}, fused, forward, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, **heads)
 
 
 ORDER = """
