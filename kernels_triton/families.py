@@ -53,7 +53,7 @@ class Family(Generic[Call]):
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU, and faster there; if False, they run only on request
-    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile that fits its head dims or few keys; None: there is none
+    fitted_tile: Callable[[Call], Any] = lambda call: None  # a tile that fits its head dims; None: there is none
     takes_any_band: bool = False  # whether they were tested with bands that do not contain their diagonal
 
 
@@ -219,6 +219,15 @@ def _gluon_splits(call: Forward, tile: QueryTile, module: str = "gluon.condition
     group = _kernels(module).heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *tiles_and_room(call.problem, tile, group, programs))
 
+
+HOPPER_FEW_KEYS = ForwardFamily(
+    name="sm_90 few keys",
+    takes_any_band=True,
+    unsupported=lambda call: _kernels("hopper.conditions").few_keys_unsupported(call.problem, call.out),
+    tile=lambda call: _kernels("hopper.conditions").few_keys_tile(call.problem),
+    run=lambda call, tile: _kernels("hopper.few_keys").few_keys_forward(call.problem, call.out, call.lse, call.max_logit, tile),
+    capabilities=_SM_90,
+)
 
 HOPPER_FORWARD = ForwardFamily(
     name="sm_90",
@@ -550,7 +559,10 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
 
 # In the order of the choice, by whether q, k and v are in FP8. The portable family runs all calls that the others do not.
 FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
-    False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE, BLACKWELL_FORWARD, MMA_FORWARD, PORTABLE_FORWARD),
+    False: (
+        *(HOPPER_FEW_KEYS, HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE),
+        *(BLACKWELL_FORWARD, MMA_FORWARD, PORTABLE_FORWARD),
+    ),
     True: (HOPPER_FP8_FORWARD, MMA_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {

@@ -443,8 +443,8 @@ class HopperTile:
     # Rescales a row only if its maximum has risen by a factor of 2**8: 2 to 4 % faster at 64 and at 256. At 64 with windows of 384
     # keys and more it is 2 to 8 % faster (bench/results/windows_h100.json). At 128 without a band it is up to 4 % slower.
     is_lazy: bool = False
-    # One block of keys stays in shared memory, and queries pass by it (`hopper/few_keys.py`).
-    holds_keys: bool = False
+    # For few keys, the scores of a row have two parts: those of 64 keys, and of so many more. 0: they have one part.
+    last_keys: int = 0
 
 
 _LONG_64 = HopperTile(head_dim_qk=64, head_dim_v=64, block_m=192, block_n=128, num_stages=2, registers=160, is_lazy=True)
@@ -512,17 +512,15 @@ def select_fitted_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool) 
     return replace(tile, block_n=64, num_stages=tile.num_stages + 1)
 
 
-FEW_KEYS = 128
-"""Most keys for `few_keys_tile`."""
+def few_keys_tile(head_dim_qk: int, head_dim_v: int, keys: int) -> HopperTile:
+    """Returns the tile of a forward whose keys, up to 128, are one block. Head dims are up to 128.
 
-
-def few_keys_tile(head_dim_qk: int, head_dim_v: int, keys: int) -> HopperTile | None:
-    """Returns the tile of a forward whose keys are one block; None: the head dims are too wide for one."""
+    65 to 80 keys have products with 64 and with 16 keys, instead of 128: 13 to 21 % less time (few_keys_parts_h200.json). 96 keys
+    take as long in 64 and 32.
+    """
     d_qk, d_v = (sum(split_head_dim(head_dim)) for head_dim in (head_dim_qk, head_dim_v))
-    if max(d_qk, d_v) > 128:
-        return None
-    block_n = next(n for n in (32, 64, FEW_KEYS) if keys <= n)
-    stages = 2 if d_qk + d_v <= 192 or block_n < FEW_KEYS else 1
+    block_n = next(n for n in (32, 64, 128) if keys <= n)
+    stages = 2 if d_qk + d_v <= 192 or block_n < 128 else 1
     return HopperTile(
         head_dim_qk=d_qk,
         head_dim_v=d_v,
@@ -532,7 +530,7 @@ def few_keys_tile(head_dim_qk: int, head_dim_v: int, keys: int) -> HopperTile | 
         registers=160,
         q_stages=2,
         pingpong=False,
-        holds_keys=True,
+        last_keys=16 if 64 < keys <= 80 else 0,
     )
 
 

@@ -54,6 +54,7 @@ class ForwardMeta(NamedTuple):
     IS_LATENT: bool = False  # v is the first columns of k, and is read from k's tiles
     WIDTH_V: int = 0  # columns of out, if `Results.out` is set
     ALIGN: int = 1  # strides of `Results.out` are multiples of it
+    KEYS1: int = 0  # few keys in two parts: 64 and so many
     IS_FP8: bool = False
     PARTS: int = 1  # for this and the rest, in FP8: parts of V0 columns in which v is summed
     Q_BLOCKWISE: bool = False  # the scales of q, of k, of v vary along the sequence

@@ -143,6 +143,7 @@ def forward_meta(
         HAS_IDLE=has_idle,
         SKIPS=x.block_mask is None and (has_idle or is_banded),
         Q_STAGES=tile.q_stages,
+        KEYS1=tile.last_keys,
         UNMASKED_LOOP=(is_banded and not is_narrow) or x.block_mask is not None,
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=4 + 3 * has_lengths + 2 * cut.is_planned + 6 * (x.block_mask is not None),

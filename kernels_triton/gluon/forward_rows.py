@@ -43,9 +43,9 @@ class Invariants(NamedTuple):
 def mask_block(s, rows, columns, column, m_start, band: SequenceBand, META: gl.constexpr):
     # Masks by the band and the sequence's end; a scalar branch, so that blocks which neither cuts do not pay for it.
     QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
-    is_cut = column + META.BLOCK_N > band.len_kv
+    is_cut = column + s.shape[1] > band.len_kv
     if META.HAS_RIGHT:
-        is_cut = is_cut | (column + META.BLOCK_N > m_start + band.shift + 1 + band.right)
+        is_cut = is_cut | (column + s.shape[1] > m_start + band.shift + 1 + band.right)
     if META.HAS_LEFT:
         is_cut = is_cut | (column < m_start + band.shift + QUERIES - 1 - band.left)
     if is_cut:
@@ -64,7 +64,7 @@ def visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, 
     if IS_CUT or META.BLOCK_SIZE_Q == 0:
         if META.ASKS_OF_BLOCKS:
             QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
-            if not shows_block(same.head, same.m_start, QUERIES, column, META.BLOCK_N, MODS):
+            if not shows_block(same.head, same.m_start, QUERIES, column, qk.shape[1], MODS):
                 s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)
         else:
             s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)

@@ -48,8 +48,11 @@ def rescaled(acc, correction, META: gl.constexpr):
 def row_maximum(s, COLUMNS: gl.constexpr):
     # The maximum of a thread's elements is a tree, because each step of a chain waits for the previous one. Then the four threads
     # that share a row combine theirs.
-    parts = gl.reshape(s, [s.shape[0], COLUMNS // 32, 4, 4, 2])
-    row_max_of_threads = gl.max(gl.max(gl.max(parts, 4), 2), 1)
+    if COLUMNS < 32:
+        row_max_of_threads = gl.max(gl.max(gl.reshape(s, [s.shape[0], COLUMNS // 8, 4, 2]), 3), 1)
+    else:
+        parts = gl.reshape(s, [s.shape[0], COLUMNS // 32, 4, 4, 2])
+        row_max_of_threads = gl.max(gl.max(gl.max(parts, 4), 2), 1)
     return gl.convert_layout(gl.max(row_max_of_threads, 1), gl.SliceLayout(1, s.type.layout))
 
 

@@ -19,7 +19,7 @@ from flexattn.kernels_triton.gluon.descriptors import descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.runtime.device import capability_of
 
-_MANY_QUERIES = 256  # for which a program keeps its keys
+_FEW_KEYS, _MANY_QUERIES = 128, 256  # a program keeps so many keys for so many queries
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 
 
@@ -57,19 +57,35 @@ def forward_tile(problem: Problem) -> tiles.HopperTile:
 
 
 def fitted_forward_tile(problem: Problem) -> tiles.HopperTile | None:
-    """Returns the tile that fits the problem's head dims or few keys; None: there is none for this problem."""
+    """Returns the tile that fits the problem's head dims; None: there is none for this problem."""
     x = problem
     if x.page_table is not None or x.is_batch_invariant:  # the number of queries decides about these tiles
         return None
     d_qk, d_v = x.q.shape[-1], x.v.shape[-1]
-    is_dense = x.bias is None and x.block_mask is None
-    is_few = is_dense and x.longest_kv <= tiles.FEW_KEYS and x.longest_q >= _MANY_QUERIES
-    if is_few and (tile := tiles.few_keys_tile(d_qk, d_v, x.longest_kv)):
-        return tile
     tile = tiles.select_fitted_tile(d_qk, d_v, is_modified=x.is_modified or x.dropout_p > 0)
     if tile is None or 2 * x.longest_q <= tile.block_m or _unsupported_tile(x, tile):
         return None
     return replace(tile, is_lazy=True) if fastest_tile("sm_90 fitted", facts_of(x)) == "lazy" else tile
+
+
+def few_keys_tile(problem: Problem) -> tiles.HopperTile:
+    """Returns the tile for few keys."""
+    x = problem
+    return tiles.few_keys_tile(x.q.shape[-1], x.v.shape[-1], x.longest_kv)
+
+
+def few_keys_unsupported(problem: Problem, out: Tensor) -> str | None:
+    """Returns the reason if the forward for few keys cannot run this problem; None: it can."""
+    x = problem
+    if x.longest_kv > _FEW_KEYS or x.longest_q < _MANY_QUERIES:
+        return f"it takes up to {_FEW_KEYS} keys, and {_MANY_QUERIES} queries or more"
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return _TOO_WIDE
+    if x.bias is not None or x.block_mask is not None or x.page_table is not None:
+        return "it takes no bias, block mask or pages"
+    if x.is_batch_invariant:
+        return "the number of queries decides about it, on which batch_invariant results do not depend"
+    return conditions.unsupported_operands(x, out)
 
 
 def _is_wide(problem: Problem) -> bool:

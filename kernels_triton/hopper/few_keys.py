@@ -9,29 +9,29 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.sequences import sequence_of
 from flexattn.kernels_triton.common.tiles import HopperTile
 from flexattn.kernels_triton.gluon import forward_rows, pipeline
-from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.descriptors import load_rows
-from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
+from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, WorkTile
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
-from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, pack_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair, origin_of
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
-from flexattn.kernels_triton.gluon.softmax import softmax, sums_of_threads
-from flexattn.kernels_triton.hopper.forward_parts import begin_values, scaled_parts, store_out, wait_for_values, zero_parts
-from flexattn.kernels_triton.hopper.products import score_product
+from flexattn.kernels_triton.gluon.softmax import exponentials, for_threads, row_maximum, sums_of_threads
+from flexattn.kernels_triton.hopper.forward_parts import scaled_parts, store_out, wait_for_values, zero_parts
+from flexattn.kernels_triton.hopper.products import product_layout, zero_rows
 from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
 
@@ -118,6 +118,54 @@ def _load_partition(args: Arguments, buffers: FewKeysBuffers, META: gl.constexpr
             n_tile += 1
 
 
+@gluon.jit
+def _begin_scores(tiles: Tiles, q_slot, stage: Stage, FIRST: gl.constexpr, KEYS: gl.constexpr, META: gl.constexpr):
+    # Returns the scores with KEYS keys from FIRST on, whose product is in flight
+    index = pipeline.index(stage)
+    q = tiles.q.first.index(q_slot).reshape([ROWS, META.QK0])
+    k = tiles.k.first.index(index).reshape([META.BLOCK_N, META.QK0]).slice(FIRST, KEYS, 0)
+    s = warpgroup_mma(q, k.permute([1, 0]), zero_rows(KEYS), use_acc=False, is_async=True)  # S = Q K^T
+    if META.QK1 > 0:
+        q1 = tiles.q.second.index(q_slot).reshape([ROWS, META.QK1])
+        k1 = tiles.k.second.index(index).reshape([META.BLOCK_N, META.QK1]).slice(FIRST, KEYS, 0)
+        s = warpgroup_mma(q1, k1.permute([1, 0]), s, is_async=True)  # S += Q K^T
+    return s
+
+
+@gluon.jit
+def _visible_scores(s, FIRST: gl.constexpr, same: forward_rows.Invariants, MODS: gl.constexpr, META: gl.constexpr):
+    # Returns the visible scores with the keys from FIRST on, their factor in the exponent, and each row's maximum
+    KEYS: gl.constexpr = s.shape[1]
+    part = forward_rows.Invariants(
+        num_blocks=1,
+        block_range=0,
+        m_start=same.m_start,
+        rows=gl.convert_layout(same.rows, gl.SliceLayout(1, s.type.layout)),
+        block_columns=gl.arange(0, KEYS, layout=gl.SliceLayout(0, s.type.layout)),
+        band=same.band,
+        scale=same.scale,
+        head=same.head,
+        draws=same.draws,
+        b_h=same.b_h,
+        q_slot=same.q_slot,
+        zeros=0,
+    )
+    s, factor = forward_rows.visible_scores(s, FIRST, False, part, True, MODS, META)
+    return s, factor, row_maximum(s, KEYS)
+
+
+@gluon.jit
+def _begin_values(weights, tiles: Tiles, stage: Stage, FIRST: gl.constexpr, KEYS: gl.constexpr, acc, acc1, META: gl.constexpr):
+    # Returns the sums with the product of weights of KEYS keys from FIRST on, which is in flight
+    p = unpack_pairs(weights, ROWS, KEYS, gl.DotOperandLayout(0, product_layout(META.VALUES0), 2), tiles.v.dtype)
+    v = tiles.v.index(pipeline.index(stage)).reshape([META.BLOCK_N, META.VALUES0]).slice(FIRST, KEYS, 0)
+    acc = warpgroup_mma(p, v, acc, is_async=True)  # O += P V
+    if META.VALUES1 > 0:
+        v1 = tiles.v1.index(pipeline.index(stage)).reshape([META.BLOCK_N, META.VALUES1]).slice(FIRST, KEYS, 0)
+        acc1 = warpgroup_mma(p, v1, acc1, is_async=True)  # O += P V
+    return acc, acc1
+
+
 class Counts(NamedTuple):
     """A program's work tiles and key heads before the current ones."""
 
@@ -139,10 +187,8 @@ def _compute_tile(
     tiles, barriers = buffers.tiles, buffers.barriers
     tile, band = received.tile, received.band
     DTYPE: gl.constexpr = tiles.v.dtype
-    BLOCK_N: gl.constexpr = META.BLOCK_N
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    KEYS0: gl.constexpr = 64 if META.KEYS1 > 0 else META.BLOCK_N
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(KEYS0))
     draws = dropout_state(args.dropout, 0, META)
     m_start = tile.first_row + CONSUMER * ROWS
     rows, h_of_rows = forward_rows.rows_and_heads(m_start, tile.h, band.len_q, ROW_LAYOUT, META)
@@ -153,33 +199,46 @@ def _compute_tile(
         block_range=0,
         m_start=m_start,
         rows=rows,
-        block_columns=gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES)),
+        block_columns=0,
         band=band,
         scale=args.scores.scale,
         head=head_of(args.scores, tile.b, tile.h, band.len_q, band.len_kv, band.shift, MODS, META),
         draws=draws,
         b_h=tile.b * args.work.num_heads + tile.h,
         q_slot=q_slot,
-        zeros=zeros,
+        zeros=0,
     )
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
-    row_sum = sums_of_threads(zeros, BLOCK_N)
+    row_sum = sums_of_threads(zero_rows(KEYS0), KEYS0)
     if META.HAS_SINK:
         sink = forward_rows.sink_of_rows(tile, h_of_rows, args, META)
         if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
             row_max, row_sum = forward_rows.sums_with_sink(row_max, row_sum, sink)
     stage = Stage(counts.key_heads, META.STAGES)
     mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
-    s = score_product(tiles.q, q_slot, tiles.k, pipeline.index(stage), zeros, BLOCK_N, META)  # S = Q K^T
-    column, is_full = key_block(0, 0, META)
-    drawn = drawn_weights(draws, same.b_h, m_start, column, BLOCK_N, False, META)
+    s = _begin_scores(tiles, q_slot, stage, 0, KEYS0, META)
+    drawn = drawn_weights(draws, same.b_h, m_start, 0, KEYS0, False, META)
+    if META.KEYS1 > 0:
+        s1 = _begin_scores(tiles, q_slot, stage, KEYS0, META.KEYS1, META)
+        drawn1 = drawn_weights(draws, same.b_h, m_start, KEYS0, META.KEYS1, False, META)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
-    s, factor = forward_rows.visible_scores(s, column, is_full, same, True, MODS, META)
-    weights, row_max, row_sum, _ = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+    s, factor, highest = _visible_scores(s, 0, same, MODS, META)
     acc, acc1 = zero_parts(META)
-    p = unpack_pairs(weights, ROWS, BLOCK_N, gl.DotOperandLayout(0, acc.type.layout, 2), DTYPE)
-    acc, acc1 = begin_values(p, tiles, stage, acc, acc1, META)
+    if META.KEYS1 > 0:
+        ROW_LAYOUT1: gl.constexpr = gl.SliceLayout(1, product_layout(META.KEYS1))
+        s1, factor1, highest1 = _visible_scores(warpgroup_mma_wait(0, deps=[s1]), KEYS0, same, MODS, META)
+        highest = gl.maximum(highest, gl.convert_layout(highest1, ROW_LAYOUT))
+        highest1, row_max1 = gl.convert_layout(highest, ROW_LAYOUT1), gl.convert_layout(row_max, ROW_LAYOUT1)
+        p1, _max, _correction = exponentials(s1, highest1, row_max1, factor1, META)
+        weights1 = pack_pairs(kept(p1, drawn1, False, META), ROWS, META.KEYS1, DTYPE)
+        acc, acc1 = _begin_values(weights1, tiles, stage, KEYS0, META.KEYS1, acc, acc1, META)
+    p, row_max, correction = exponentials(s, highest, row_max, factor, META)
+    weights = pack_pairs(kept(p, drawn, False, META), ROWS, KEYS0, DTYPE)
+    acc, acc1 = _begin_values(weights, tiles, stage, 0, KEYS0, acc, acc1, META)
+    row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, KEYS0)
+    if META.KEYS1 > 0:
+        row_sum = row_sum + gl.convert_layout(sums_of_threads(p1, META.KEYS1), row_sum.type.layout)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
     correction = gl.full([ROWS], 1.0, gl.float32, layout=ROW_LAYOUT)
     if META.HAS_MAX_LOGIT:
@@ -192,6 +251,8 @@ def _compute_tile(
     rescale = scaled(correction / row_sum_or_1, draws, META)
     acc, acc1 = wait_for_values(acc, acc1, META)
     keep_pairs(weights)
+    if META.KEYS1 > 0:
+        keep_pairs(weights1)
     acc, acc1 = scaled_parts(acc, acc1, rescale, META)
     if META.WIDTH_V > 0:
         forward_rows.store_out_rows(acc, 0, received, rows, h_of_rows, args, META)
@@ -279,6 +340,7 @@ def _attn_fwd_few_keys_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: 
     )
 
 
-def few_keys_forward(problem: Problem, outputs: Outputs, tile: HopperTile) -> None:
-    """Launches the forward of a call with at most `tile.block_n` keys."""
+def few_keys_forward(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None, tile: HopperTile) -> None:
+    """Launches the forward of a call that `few_keys_unsupported` does not reject; it has at most `tile.block_n` keys."""
+    outputs = Outputs(out, lse, max_logit)
     launch_forward(_attn_fwd_few_keys_hopper_kernel, problem, outputs, tile, ROWS.value, group=1, splits=1)

@@ -32,7 +32,7 @@ from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.softmax import softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
-from flexattn.kernels_triton.hopper import few_keys, forward_parts
+from flexattn.kernels_triton.hopper import forward_parts
 from flexattn.kernels_triton.hopper.conditions import forward_tile
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.launch import hopper_kernel
@@ -342,8 +342,5 @@ def hopper_forward(
     splits: int | None = None,
 ) -> None:
     """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `launch_forward`."""
-    outputs, tile = Outputs(out, lse, max_logit), tile or forward_tile(problem)
-    if tile.holds_keys:
-        few_keys.few_keys_forward(problem, outputs, tile)
-    else:
-        launch_forward(_attn_fwd_hopper_kernel, problem, outputs, tile, ROWS.value, group, splits)
+    tile = tile or forward_tile(problem)
+    launch_forward(_attn_fwd_hopper_kernel, problem, Outputs(out, lse, max_logit), tile, ROWS.value, group, splits)

@@ -22,11 +22,7 @@ from flexattn.bench import harness
 from flexattn.bench.measure import time_on_device
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
-from flexattn.kernels_triton.common.tiles import (
-    FEW_KEYS,
-    HOPPER_FUSED_160,
-    select_fitted_tile,
-)
+from flexattn.kernels_triton.common.tiles import HOPPER_FUSED_160, select_fitted_tile
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper.backward_fused_192 import fused_192_backward
 from flexattn.kernels_triton.hopper.forward import hopper_forward
@@ -84,9 +80,9 @@ def forwards(call: Forward) -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"today: {today.family.name}", lambda: today.family.run(call, today.tile)
     x = call.problem
     tile = select_fitted_tile(x.q.shape[-1], x.v.shape[-1], is_modified=False)
-    few = conditions.fitted_forward_tile(x) if x.longest_kv <= FEW_KEYS else None
-    if few is not None:
-        yield "few keys", lambda: hopper_forward(x, call.out, call.lse, tile=few)
+    few = families.HOPPER_FEW_KEYS
+    if few.unsupported(call) is None:
+        yield "few keys", lambda: few.run(call, few.tile(call))
         committed = conditions.forward_tile(x)
         yield "sm_90", lambda: hopper_forward(x, call.out, call.lse, tile=committed)
     elif tile is not None:

@@ -35,6 +35,7 @@ WHERE = Where("triton", "cpu", (torch.bfloat16, torch.float32), (64, 128, 40, 19
 KERNELS = {
     ("forward", "portable"): {"_attn_fwd_kernel"},
     ("forward", "sm_90"): {"_attn_fwd_hopper_kernel"},
+    ("forward", "sm_90 few keys"): {"_attn_fwd_few_keys_hopper_kernel"},
     ("forward", "sm_90 wide"): {"_attn_fwd_wide_hopper_kernel"},
     ("forward", "sm_90 FP8 cache"): {"_attn_fwd_fp8_cache_kernel"},
     ("forward", "sm_90 FP8"): {"_attn_fwd_fp8_hopper_kernel"},
@@ -263,6 +264,8 @@ def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> No
     policy = FORCED
     for given in (call(), call((192, 128)), call(deterministic=True), call(**FP8), call(deterministic=True, **FP8)):
         add(*given, 90)
+    few = torch.empty(2, 77, 16, 64, dtype=torch.bfloat16, device="meta")
+    add(*on_sm_90(q=torch.empty(2, 4096, 16, 64, dtype=torch.bfloat16, device="meta"), k=few, v=few), 90, ("forward",))
     add(*call((512, 512)), 90)
     add(*fp8_cache_call(), 90, ("forward",))
     lists = torch.empty(2, 4096, 64, dtype=torch.int32, device="meta")
