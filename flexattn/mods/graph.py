@@ -327,9 +327,15 @@ def as_dtype(graph: Graph, value: object, dtype: torch.dtype) -> Node:
 
 def _folded(graph: Graph, op: str, args: Sequence[Any], dtype: torch.dtype, **kwargs: Any) -> Any:
     """Returns the constant that an op makes of constants: a kernel has a constant as a number, which its functions do not take."""
+
+    def computed(dtype: torch.dtype) -> torch.dtype:
+        return torch.float64 if dtype is torch.float32 else dtype  # the backend may compute in float64
+
     with neutral_state():
-        tensors = [torch.tensor(x.args[1], dtype=x.meta["dtype"], device="cpu") if isinstance(x, Node) else x for x in args]
-        return _node(graph, getattr(torch.ops.aten, op)(*tensors, **kwargs).to(dtype).item(), dtype)
+        tensors = [
+            torch.tensor(x.args[1], dtype=computed(x.meta["dtype"]), device="cpu") if isinstance(x, Node) else x for x in args
+        ]
+        return _node(graph, getattr(torch.ops.aten, op)(*tensors, **kwargs).to(computed(dtype)).item(), dtype)
 
 
 def _line_of(node: Node) -> str:

@@ -64,7 +64,7 @@ def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | Non
     result = lowering.result()
     if not isinstance(result, _Condition) or not (result.can_hide or result.can_show):
         return None
-    lines = ["no = (q_low + kv_low) != (q_low + kv_low)", "yes = (q_low + kv_low) == (q_low + kv_low)", *lowering.lines]
+    lines = [*_constants("(q_low + kv_low)"), *lowering.lines]
     lines.append(f"return no | ({result.surely}), no | ({result.possibly})")
     reads = (lowering.reads["q"], lowering.reads["kv"])
     q_ranges, kv_ranges = (
@@ -78,6 +78,11 @@ def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | Non
 def _compiled(name: str, arguments: Sequence[str], lines: Sequence[str]) -> Any:
     body = "\n".join(f"    {line}" for line in lines)
     return compile_named(name, f"@triton.jit\ndef {name}({', '.join(arguments)}):\n{body}\n")
+
+
+def _constants(tile: str) -> list[str]:
+    """Returns the lines that define the conditions `no` and `yes`, in the shape of a tile."""
+    return [f"no = {tile} != {tile}", f"yes = {tile} == {tile}"]
 
 
 class _Lowering:
@@ -108,7 +113,7 @@ class _Lowering:
             if node in needed:
                 self.values[node] = self._input(str(node.target)) if node.op == "placeholder" else self._call(node)
         ends = [end for node in reads for end in self._ends(self.values[node])]
-        return [*self.lines, f"return ({', '.join(ends)},)"]
+        return [*_constants("low"), *self.lines, f"return ({', '.join(ends)},)"]
 
     def _ends(self, value: object) -> tuple[str, str]:
         """Returns the ends of an interval, or of a condition as a number."""
@@ -130,7 +135,8 @@ class _Lowering:
             return self.values[x]
         if isinstance(x, bool):
             return _Condition("yes" if x else "no", "yes" if x else "no", not x, x)
-        return _Interval(str(x), str(x), True) if isinstance(x, int) and abs(x) <= 2**40 else None
+        number = f"(b * 0 + {x})"  # a tile, because Triton's interpreter does not join a number's comparison with a tile's
+        return _Interval(number, number, True) if isinstance(x, int) and abs(x) <= 2**40 else None
 
     def _integer(self, x: object) -> _Interval | None:
         value = self._operand(x)
@@ -294,13 +300,13 @@ class _Lowering:
         else:
             range_arguments = (index.low, index.high, sizes[moving[0]], strides[moving[0]])
             low, high = self._pair("interval_math.read_range", f"{pointer} + ({offset})", *range_arguments, inside, known, "SPAN")
-        if layout.dtype is torch.bool:
-            return _Condition(f"({low} != 0)", f"({high} != 0)", True, True)
+        if layout.dtype is torch.bool:  # an open interval begins below 0
+            return _Condition(f"({low} > 0)", f"({high} > 0)", True, True)
         return _Interval(low, high, not moving)
 
     def _read_before(self, node: Node, index: Node, is_condition: bool) -> _Interval | _Condition | None:
         sides = [side for side in self.reads if f"{side}_idx" in inputs_of(index)]
-        if len(sides) > 1:
+        if len(sides) != 1:
             return None
         n = len(self.reads[sides[0]])
         self.reads[sides[0]].append(node)

@@ -123,7 +123,8 @@ def _power(kind: str, x: Value, y: Value) -> str:
     exponent = float(y.text) if y.is_literal and "(" not in y.text else None
     if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 8:
         n = int(exponent)
-        return " * ".join([x.text] * n) if n else ("1.0" if kind == "float" else "1")
+        one = "1.0" if kind == "float" else "1"
+        return " * ".join([x.text] * n) if n else f"tl.where({x.text} == {x.text}, {one}, {one})"  # a tile
     if exponent == 0.5:
         return f"tl.sqrt({x.text})"
     if exponent == -0.5:

@@ -52,6 +52,13 @@ MASKS: dict[str, tuple[Any, bool]] = {
     "by head": (lambda device: lambda b, h, i, j: (j * 2 <= i + 10 * h) | (j // 32 == 0), True),
     "counted from the end": (lambda device: shifted(torch.tensor([3, -9], device=device)), True),
     "keys counted from the end": (lambda device: same_as_before(ids(device, 37, 80)), False),
+    "flags counted from the end": (lambda device: keys_of(flags(device)), False),
+    "every other flag": (lambda device: every_other(flags(device)), False),
+    "read at a condition": (
+        lambda device: at_condition(ids(device, 37, 80), torch.linspace(-1, 2, LENGTH, device=device)),
+        False,
+    ),
+    "number minus a position": (lambda device: lambda b, h, i, j: -j > 3 - i, True),
     "past the tensor": (lambda device: mods.document(ids(device, 37)[:70]), True),
     "remainder": (lambda device: lambda b, h, i, j: (i % 40 >= j % 40) & (j // 40 == i // 40), False),
     "where": (lambda device: lambda b, h, i, j: torch.where(b == 0, i - j, (j - i).clamp(-20, 30)) >= 25, True),
@@ -81,6 +88,22 @@ def keep(kept: Tensor) -> Any:
 
 def shifted(by: Tensor) -> Any:
     return lambda b, h, i, j: (i - j + by[b - 1]).abs() < 20
+
+
+def flags(device: str) -> Tensor:
+    return torch.arange(2 * LENGTH, device=device) % 50 < 40
+
+
+def keys_of(shown: Tensor) -> Any:
+    return lambda b, h, i, j: shown[j - 20]
+
+
+def every_other(shown: Tensor) -> Any:
+    return lambda b, h, i, j: shown[2 * i] | (j > i)
+
+
+def at_condition(numbers: Tensor, values: Tensor) -> Any:
+    return lambda b, h, i, j: numbers[torch.where(values[j] > 0, j, 0)] == numbers[i]
 
 
 def same_as_before(numbers: Tensor) -> Any:
@@ -242,10 +265,13 @@ def test_attention(name: str, fmt: str, attn_mask_type: str | None, device: str,
 
 def test_where_there_are_none(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device)
-    lists = [
-        problem_of(mask, device)[0].block_mask for mask in (lambda b, h, i, j: table[i, j], lambda b, h, i, j: (i * j) % 3 == 0)
+    ends = torch.tensor([20, 90], device=device)
+    masks: list[Any] = [
+        lambda b, h, i, j: table[i, j],
+        lambda b, h, i, j: (i * j) % 3 == 0,
+        lambda b, h, i, j: j < ends[(h == 1).to(torch.int64)],
     ]
-    assert lists == [None, None]  # nothing is known of a block's scores
+    assert [problem_of(mask, device)[0].block_mask for mask in masks] == [None] * 3  # nothing is known of a block's scores
     monkeypatch.setattr(mask_blocks, "SHORTEST", LENGTH + 1)
     assert problem_of(mods.document(ids(device, 37)), device)[0].block_mask is None
 

@@ -123,6 +123,7 @@ def test_reads_outside_of_the_tensor_give_0() -> None:
         lambda score, b, h, q_idx, kv_idx: score * torch.tensor(2.0) + torch.maximum(score, -score) + torch.full((), 3),
         lambda score, b, h, q_idx, kv_idx: score + (h.to(torch.float32) + 1).log2() - b.float() / 2 + (q_idx & 3) * ~(kv_idx > 3),
         lambda score, b, h, q_idx, kv_idx: torch.add(score, kv_idx, alpha=0.5) - torch.sub(b, score, alpha=2),
+        lambda score, b, h, q_idx, kv_idx: torch.lerp(score, -score, 0.7),  # torch computes 1 - 0.7 as an op of constants
     ],
 )
 def test_pointwise_ops(mod: Any) -> None:

@@ -289,6 +289,11 @@ def test_ops_of_constants(device: str) -> None:
     check((mod, None), device, lengths_q=lengths(5), lengths_kv=lengths(7))
 
 
+def test_a_power_of_0_is_a_tile(device: str) -> None:
+    check((lambda score, b, h, i, j: score**0, None), device, lengths_q=lengths(5), lengths_kv=lengths(7))
+    check((lambda score, b, h, i, j: score * (j**0 + 1), None), device, lengths_q=lengths(5), lengths_kv=lengths(7))
+
+
 def test_infinities_where_nothing_is_visible_stay_there(device: str) -> None:
     """log(0) and 1/0 under the mask, in rows past the end and in their derivatives, reach no result."""
     weight, column = torch.tensor([0.1], device=device).requires_grad_(), rand(300, device=device).requires_grad_()
