@@ -100,6 +100,11 @@ def _logical(op: str) -> Lowered:
     return lowered
 
 
+def _sum(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
+    """Returns a sum. A sum of truth values is true if one of them is, as in torch."""
+    return (_logical("logical_or") if x.kind == "bool" else _node("add"))(to, x, operands, values)
+
+
 def _where(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     kind = "int" if x.kind == "bool" else x.kind
     result = to.step("binary_select", kind, to.as_kind(values[1], kind), to.as_kind(values[2], kind), to.as_kind(values[0], "bool"))
@@ -210,7 +215,8 @@ def _is_inf(to: Lowering, x: Expression, operands: list[Expression], values: lis
 
 
 OPS: dict[str, Lowered] = {
-    **{op: _node(node) for op, node in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("neg", "neg"), ("abs", "abs"))},
+    **{op: _node(op) for op in ("sub", "mul", "neg", "abs")},
+    "add": _sum,
     "maximum": _node("max"),
     "minimum": _node("min"),
     "relu": lambda to, x, operands, values: to.step("max", x.kind, to.as_kind(values[0], x.kind), to.as_kind(to.number(0), x.kind)),

@@ -178,6 +178,7 @@ CASES: dict[str, Case] = {
     "smooth ops": Case(scored(lambda sq, skv, device: smooth)),
     "ops with kinks": Case(scored(lambda sq, skv, device: kinked)),
     "whole numbers": Case(scored(lambda sq, skv, device: positions)),
+    "a sum of conditions": Case(scored(lambda sq, skv, device: lambda score, b, h, i, j: score + ((i >= j) + (i - j < 9)) * 0.5)),
     "scores of -inf": Case(
         scored(lambda sq, skv, device: lambda score, b, h, i, j: torch.where((i >= j) & (score > -1.0), score, float("-inf")) + 0.5)
     ),
