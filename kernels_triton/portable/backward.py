@@ -223,7 +223,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         p_scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
         tl.store(statistics.p_scale_ptr + row + rows, p_scale, mask=rows < len_q)
         dq_scale *= p_scale
-        p_sink *= p_scale
+        p_sink = tl.where(rows < len_q, p_sink * p_scale, 0.0)  # past the end a score_mod may give NaN
     if META.HAS_OFFSET:
         dsink_ptr = args.dsink_ptr + (h * inputs.lengths_q.batch + b) * own.blocks + own.block
         tl.store(dsink_ptr, -tl.sum(p_sink * delta, 0))

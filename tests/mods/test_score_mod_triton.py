@@ -289,6 +289,14 @@ def test_ops_of_constants(device: str) -> None:
     check((mod, None), device, lengths_q=lengths(5), lengths_kv=lengths(7))
 
 
+def test_infinities_past_the_last_query_do_not_reach_the_gradient_of_a_sink(device: str) -> None:
+    """A temperature for each query is read as 0 past the end, where the score is infinite or NaN."""
+    temperatures = 1 + rand(*lengths(7), device=device).abs()
+    sink = {"softmax_type": "learnable", "softmax_offset": rand(HEADS, device=device)}
+    sizes = {"lengths_q": lengths(7), "lengths_kv": lengths(40), "dtype": torch.float32}
+    check((lambda score, b, h, i, j: score / temperatures[i], None), device, sink, **sizes)
+
+
 def test_a_power_of_0_is_a_tile(device: str) -> None:
     check((lambda score, b, h, i, j: score**0, None), device, lengths_q=lengths(5), lengths_kv=lengths(7))
     check((lambda score, b, h, i, j: score * (j**0 + 1), None), device, lengths_q=lengths(5), lengths_kv=lengths(7))
