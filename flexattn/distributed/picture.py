@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from flexattn.distributed.layout import Runs, cut, union
+from flexattn.distributed.layout import Run, Runs, cut, union
 from flexattn.distributed.plans import Plan
 
 if TYPE_CHECKING:
@@ -59,7 +58,10 @@ def plot_plan(plan: Plan, *, heads: int = 8) -> Figure:
 def _draw_scores(ax: Axes, plan: Plan, colours: list[Any]) -> None:
     rows, columns = (torch.arange(0, n, -(-n // MOST_POINTS), device="cpu") for n in (plan.length, plan.length_kv))
     image = torch.tensor(EMPTY, device="cpu").repeat(len(rows), len(columns), 1)
-    seen = _seen(plan, rows, columns)
+    seen = torch.zeros(len(rows), len(columns), dtype=torch.bool, device="cpu")
+    for place, query in enumerate(rows.tolist()):
+        for keys in plan.mask.needs(Run(query, query + 1)):  # a partly visible block in full, because all of it is computed
+            seen[place] |= (columns >= keys.start) & (columns < keys.stop)
     for rank, runs in enumerate(plan.q_runs):
         own = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         for run in runs:
@@ -68,30 +70,6 @@ def _draw_scores(ax: Axes, plan: Plan, colours: list[Any]) -> None:
     ax.imshow(image.numpy(), extent=(0, plan.length_kv, plan.length, 0), aspect="auto", interpolation="nearest")
     ax.set_title(f"scores, by the rank of the query: {plan.layout}", fontsize=10)
     ax.set(xlabel="key", ylabel="query")
-
-
-def _seen(plan: Plan, rows: Tensor, columns: Tensor) -> Tensor:
-    """Returns whether each query sees each key, both positions in the full sequence: bool [rows, columns]."""
-    mask, documents = plan.mask, torch.arange(len(plan.mask.lengths_q), device="cpu")
-    documents_q, documents_kv = (
-        torch.repeat_interleave(documents, torch.tensor(lengths, device="cpu")) for lengths in (mask.lengths_q, mask.lengths_kv)
-    )
-    row_documents, column_documents = documents_q[rows], documents_kv[columns]
-    shift = torch.tensor([mask.shift(document) for document in range(len(documents))], device="cpu")
-    diagonal = rows - torch.tensor(mask.q.starts, device="cpu")[row_documents] + shift[row_documents]
-    distance = (columns - torch.tensor(mask.kv.starts, device="cpu")[column_documents])[None] - diagonal[:, None]
-    seen = row_documents[:, None] == column_documents[None]
-    if mask.left is not None:
-        seen &= distance >= -mask.left
-    if mask.right is not None:
-        seen &= distance <= mask.right
-    if mask.blocks is not None:  # a partly visible block is drawn in full, because all of it is computed
-        blocks, seen_blocks = mask.blocks, mask.blocks.seen.any(0, keepdim=True) if len(documents) == 1 else mask.blocks.seen
-        row = (rows - torch.tensor(mask.q.starts, device="cpu")[row_documents]) // blocks.size_q
-        column = (columns - torch.tensor(mask.kv.starts, device="cpu")[column_documents]) // blocks.size_kv
-        shown = seen_blocks[row_documents if seen_blocks.shape[0] > 1 else row_documents * 0]
-        seen &= shown[torch.arange(len(rows), device="cpu")[:, None], row[:, None].clamp(max=shown.shape[1] - 1), column[None]]
-    return seen
 
 
 def _draw_keys(ax: Axes, plan: Plan, strategy: str, look: tuple[list[Any], int]) -> None:
