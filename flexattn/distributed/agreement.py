@@ -10,20 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexattn.compat import runs_as_it_is
 from flexattn.dispatch.options import check_values, peer_memory
 from flexattn.distributed.capture import Group
 from flexattn.distributed.exchange import waiting
 from flexattn.mods.captures import find_captures
-
-
-def breaks_graphs(function: Any) -> None:
-    """Makes torch.compile break its graph before a function, so that it traces nothing of it.
-
-    `torch.compiler.disable` sets the same attribute. Importing it takes a second.
-    """
-    function._torchdynamo_disable = True
-    runs_as_it_is(function)
 
 
 def agree(group: Group, what: str, facts: Mapping[str, object], error: Exception | None) -> None:

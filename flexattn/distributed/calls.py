@@ -565,7 +565,7 @@ def differentiate_all(
 
 
 def tokens_first(t: Tensor, is_packed: bool) -> Tensor:
-    """Returns a view with the tokens first: [s, b, h, d] or [t, h, d]."""
+    """Returns a view of [b, s, h, d] with the tokens first, [s, b, h, d], or the reverse. Packed tensors, [t, h, d], stay."""
     return t if is_packed else t.transpose(0, 1)
 
 

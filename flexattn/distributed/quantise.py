@@ -34,12 +34,6 @@ class Tokens(NamedTuple):
     rotation: bool = False
 
 
-class Quantised(NamedTuple):
-    data: Tensor
-    descale: Tensor  # float32 [b | 1, h | 1, blocks | 1], of the full sequence
-    amax: Tensor
-
-
 def block_rows_of(plan: Plan, strategy: str, rows: int) -> int:
     """Returns the number of rows that share a scale in local calls, if `rows` share one in the full sequence.
 
@@ -85,7 +79,7 @@ def _token_places(plan: Plan, are_keys: bool, device: torch.device) -> tuple[Ten
     return document.to(device), torch.cat([empty, *positions]).to(device), (others[document] > 0).to(device)
 
 
-def quantise(tensors: Sequence[Tokens], fp8_call: Fp8Call, plan: Plan) -> list[Quantised]:
+def quantise(tensors: Sequence[Tokens], fp8_call: Fp8Call, plan: Plan) -> list[fp8.QuantizedTensor]:
     """Returns this rank's tokens in FP8, with the scales that one process computes. Exchanges all amax at once.
 
     Tensors are [b, s, h, d], or [t, h, d] for packed documents. A state of delayed scaling records the amax of the full sequence.
@@ -121,11 +115,11 @@ def quantise(tensors: Sequence[Tokens], fp8_call: Fp8Call, plan: Plan) -> list[Q
             note_amax(fp8_call.state.history(name), amax)
             scale = fp8_call.state.scale(name).view(1, -1, 1)
         data = cast(rows, scale.flatten()[group][..., None], t.dtype)
-        results.append(Quantised(data, 1.0 / scale, amax))
+        results.append(fp8.QuantizedTensor(data, 1.0 / scale, amax))
     return results
 
 
-def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, fp8_call: Fp8Call, plan: Plan) -> list[Quantised]:
+def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, fp8_call: Fp8Call, plan: Plan) -> list[fp8.QuantizedTensor]:
     """Returns this rank's q, k and v in FP8."""
     kinds = ((q, False, "q"), (k, True, "k"), (v, True, "v"))
     dtype = torch.float8_e4m3fn
@@ -133,14 +127,14 @@ def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, fp8_call: Fp8Call, plan: Plan)
     return quantise(tensors, fp8_call, plan)
 
 
-def quantise_out(out: Tensor, fp8_call: Fp8Call, plan: Plan) -> Quantised:
+def quantise_out(out: Tensor, fp8_call: Fp8Call, plan: Plan) -> fp8.QuantizedTensor:
     """Returns this rank's rows of out in the recipe's FP8 dtype."""
     assert fp8_call.recipe.out_dtype is not None
     [quantised] = quantise([Tokens("out", out, False, fp8_call.recipe.out_dtype)], fp8_call, plan)
     return quantised
 
 
-def quantise_dout(dout: Tensor, fp8_call: Fp8Call, plan: Plan) -> Quantised | None:
+def quantise_dout(dout: Tensor, fp8_call: Fp8Call, plan: Plan) -> fp8.QuantizedTensor | None:
     """Returns this rank's rows of dout in FP8. None if the backward quantises it in rows of its own."""
     assert fp8_call.config is not None
     if not fp8_call.config.quantises_dout:

@@ -277,8 +277,8 @@ class Ulysses(NamedTuple):
 
     def _exchange(self, tensors: Sequence[Tensor | None], exchange: Callable[[list[Tensor]], list[Tensor]]) -> list[Any]:
         packed = self.plan.is_packed
-        received = iter(exchange([_swap_batch(x, packed) for x in tensors if x is not None]))
-        return [None if x is None else _swap_batch(next(received), packed) for x in tensors]
+        received = iter(exchange([local_calls.tokens_first(x, packed) for x in tensors if x is not None]))
+        return [None if x is None else local_calls.tokens_first(next(received), packed) for x in tensors]
 
     def _part(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Part, tuple[int, ...] | None]:
         """Returns this rank's heads as calls take them, and the key head of each query head if they are not grouped evenly."""
@@ -373,11 +373,6 @@ def _sum_of_calls(shares: Sequence[Tensor], like: Tensor, keys: Sequence[Run], d
 
 def _one_lane(x: Tensor) -> Lanes:
     return Lanes(x.device, are_apart=False)
-
-
-def _swap_batch(x: Tensor, is_packed: bool) -> Tensor:
-    """Returns [b, s, h, d] as [s, b, h, d], or the reverse. Packed tensors stay, because their tokens come first."""
-    return x if is_packed else x.transpose(0, 1)
 
 
 def _lse_as_rows(lse: Tensor) -> Tensor:
