@@ -323,6 +323,29 @@ class InputGradients(NamedTuple):
     shared: list[Tensor | None]
 
 
+@dataclass(frozen=True)
+class Strategy:
+    """A way to compute attention over ranks. The defaults are for one whose backward fetches keys again."""
+
+    scores: Scores
+
+    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Returns the tensors that a backward needs besides results."""
+        return q, k, v
+
+    def gathered_results(self, results: Results) -> Results:
+        """Returns the results as a backward needs them."""
+        return results
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
+        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
+        raise NotImplementedError
+
+    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients:
+        """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
+        raise NotImplementedError
+
+
 def differentiate(
     call: Call,
     part: Part,

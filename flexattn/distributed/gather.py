@@ -12,6 +12,7 @@ with it. The backward fetches the keys again to save memory. Gradients travel in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from torch import Tensor
 from flexattn.dispatch.options import snapshot
 from flexattn.distributed import calls as local_calls
 from flexattn.distributed import capture, exchange, peer_memory, slices
-from flexattn.distributed.calls import Calls, InputGradients, Part, Results, Scores, Seeds, Shared
+from flexattn.distributed.calls import Calls, InputGradients, Part, Results, Seeds, Shared, Strategy
 from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import (
     LocalGradients,
@@ -126,7 +127,8 @@ class _Fetches(NamedTuple):
     is_near: bool  # whether ranks use symmetric memory
 
 
-class Gather(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Gather(Strategy):
     """Strategy that fetches keys. `strategy` is "gather" or "halo".
 
     kept: the fetches by direction and environment, because all tensors of one call, and of the calls kept with it, are alike.
@@ -134,7 +136,6 @@ class Gather(NamedTuple):
 
     plan: Plan
     strategy: str
-    scores: Scores
     kept: dict[Hashable, _Fetches]
 
     def fetches(self, qkv: tuple[Tensor, Tensor, Tensor], has_slopes: bool, ends: int) -> _Fetches:
@@ -152,16 +153,7 @@ class Gather(NamedTuple):
             self.kept[key] = fetches
         return fetches
 
-    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Returns the tensors that a backward needs besides results: the inputs, because it fetches keys again."""
-        return q, k, v
-
-    def gathered_results(self, results: Results) -> Results:
-        """Returns the results as a backward needs them: unchanged."""
-        return results
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
-        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         fetcher = _SliceFetcher(self, (q, k, v), shared, ends=1)
         if len(fetcher.slices) == 1:
             results = local_calls.attend_all(fetcher.calls, fetcher.next(0), fetcher.contexts[0], fetcher.lanes, own=fetcher.own)
@@ -176,7 +168,6 @@ class Gather(NamedTuple):
         return results, (q, k, v, *results)
 
     def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients:
-        """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         q, k, v, out, lse = saved
         packed, group = self.plan.is_packed, self.plan.group
         fetcher = _SliceFetcher(self, (q, k, v), shared, ends=2)

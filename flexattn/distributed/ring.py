@@ -7,14 +7,14 @@ https://arxiv.org/abs/2310.01889).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.distributed import calls as local_calls
-from flexattn.distributed.calls import Call, InputGradients, Part, Results, Scores, Seeds, Shared
+from flexattn.distributed.calls import Call, InputGradients, Part, Results, Seeds, Shared, Strategy
 from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import PendingReceive, rotate
 from flexattn.distributed.layout import size_of
@@ -33,11 +33,11 @@ def _steps(plan: Plan, wants_diagonal: bool, wants_positions: bool, device: torc
     return tuple(steps)
 
 
-class Ring(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Ring(Strategy):
     """Strategy that sends keys around a ring."""
 
     plan: Plan
-    scores: Scores
 
     def _steps(self, shared: Shared, device: torch.device) -> tuple[list[Call], ...]:
         has_slopes, has_mods = shared.alibi_slopes is not None, (self.scores.score_mod or self.scores.mask_mod) is not None
@@ -50,16 +50,7 @@ class Ring(NamedTuple):
         """Starts to send x to the next rank, and to receive the same for the keys that this rank has in a step."""
         return rotate(x, size_of(self.plan.kv_runs[(self.plan.rank - step) % self.plan.ranks]), self.plan.group)
 
-    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Returns the tensors that a backward needs besides results: the inputs, because keys travel again."""
-        return q, k, v
-
-    def gathered_results(self, results: Results) -> Results:
-        """Returns the results as a backward needs them: unchanged."""
-        return results
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
-        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         plan, dim = self.plan, k.shape[-1]
         results = local_calls.empty_results(q, v.shape[-1], local_calls.sum_dtype(q.dtype))
         results.out.zero_()
@@ -78,7 +69,6 @@ class Ring(NamedTuple):
         return results, (q, k, v, *results)
 
     def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients:
-        """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         q, k, v, out, lse = saved
         plan, dim, packed, wide = self.plan, k.shape[-1], self.plan.is_packed, local_calls.sum_dtype(q.dtype)
         dq, shared_sums = torch.zeros(q.shape, dtype=wide, device=q.device), shared.zeros()

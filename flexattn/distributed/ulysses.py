@@ -6,6 +6,7 @@ rank gets the key heads that its query heads read. If several ranks get the same
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from flexattn.dispatch.spec import Fp32Gradients
 from flexattn.distributed import calls as local_calls
 from flexattn.distributed import peer_memory
-from flexattn.distributed.calls import Calls, InputGradients, Part, Results, Scores, Seeds, Shared
+from flexattn.distributed.calls import Calls, InputGradients, Part, Results, Seeds, Shared, Strategy
 from flexattn.distributed.capture import Group, tables
 from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
@@ -248,14 +249,14 @@ def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> Calls:
     return Calls.of(calls, plan.length)
 
 
-class Ulysses(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Ulysses(Strategy):
     """Strategy that exchanges heads for tokens. `heads` and `heads_kv` are the numbers of all heads.
 
     between: the plan of all hosts for a ring, if `plan` has the ranks and tokens of one host. Else None.
     """
 
     plan: Plan
-    scores: Scores
     heads: int
     heads_kv: int
     between: Plan | None = None
@@ -302,7 +303,6 @@ class Ulysses(NamedTuple):
         return Results(out, _rows_as_lse(lse))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
-        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         plan = self.plan
         whole = self.gathered(q, k, v)
         part, _ = self._part(*whole)
@@ -310,12 +310,11 @@ class Ulysses(NamedTuple):
         if self.between is None:
             local = local_calls.attend_all(_calls(plan, shared.alibi_slopes is not None, q.device), part, context, _one_lane(q))
         else:
-            local, _ = Ring(self.between, context[0]).forward(*part, context[1])
+            local, _ = Ring(context[0], self.between).forward(*part, context[1])
         out, lse = self._to_rows(local.out, _lse_as_rows(local.lse))
         return Results(out, _rows_as_lse(lse)), (*whole, *local)
 
     def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients:
-        """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         whole_q, whole_k, whole_v, out, lse = saved
         plan, packed = self.plan, self.plan.is_packed
         dout, dlse, dout8 = seeds
@@ -343,7 +342,7 @@ class Ulysses(NamedTuple):
             ]
             key_gradients = [local_calls.tokens_first(x, packed) for x in key_gradients]
         else:
-            ring = Ring(self.between, context[0])
+            ring = Ring(context[0], self.between)
             dq, *key_gradients, shared_part = ring.backward((*part, out, lse), head_seeds, context[1])
         if places is not None:
             index = _index(places, dq.device)  # several of a rank's heads may be one of the whole

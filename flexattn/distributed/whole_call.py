@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from flexattn.dispatch.options import check_values, requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, TENSOR_FIELDS, as_bshd, from_bshd
 from flexattn.distributed import agreement, capture, exchange, quantise
 from flexattn.distributed.agreement import digest_of, numbers_of
-from flexattn.distributed.calls import COMMON, InputGradients, Results, Scores, Seeds, Shared, offset_gradient, sum_dtype
+from flexattn.distributed.calls import COMMON, Results, Scores, Seeds, Shared, Strategy, offset_gradient, sum_dtype
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
@@ -54,23 +54,6 @@ NOT_TAKEN = {
     **dict.fromkeys(ListOptions.__annotations__, "None, as lists of keys are not split over ranks. A block_mask is"),
     **dict.fromkeys(CacheOptions.__annotations__, "keys without pages. attention_over_ranks decodes with a cache"),
 }
-
-
-class Strategy(Protocol):
-    """A strategy: `Gather`, `Ring` or `Ulysses`, each a NamedTuple."""
-
-    @property
-    def scores(self) -> Scores: ...
-
-    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]: ...
-
-    def gathered_results(self, results: Results) -> Results: ...
-
-    def _replace(self, *, scores: Scores) -> Strategy: ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]: ...
-
-    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients: ...
 
 
 class CheckedCall:
@@ -228,10 +211,10 @@ def _strategy(name: str, plan: Plan, scores: Scores, heads: Heads) -> Strategy:
     """Returns the strategy with this name."""
     if name == "ulysses+ring":
         inside, between = plan.inside_host()
-        return Ulysses(inside, scores, heads.q, heads.kv, between)
+        return Ulysses(scores, inside, heads.q, heads.kv, between)
     if name == "ulysses":
-        return Ulysses(plan, scores, heads.q, heads.kv)
-    return Ring(plan, scores) if name == "ring" else Gather(plan, name, scores, {})
+        return Ulysses(scores, plan, heads.q, heads.kv)
+    return Ring(scores, plan) if name == "ring" else Gather(scores, plan, name, {})
 
 
 def _with_blocks(plan: Plan, options: dict[str, object]) -> None:
@@ -498,7 +481,7 @@ def run_backward(
     seeds = Seeds(*incoming)
     fp8_call = runner.scores.fp8_call
     if fp8_call is not None and fp8_call.recipe.bf16_backward:
-        runner = runner._replace(scores=dataclasses.replace(runner.scores, fp8_call=None))
+        runner = dataclasses.replace(runner, scores=dataclasses.replace(runner.scores, fp8_call=None))
         saved, fp8_call = (*runner.gathered(*saved[:3]), *saved[3:]), None
     elif fp8_call is not None:
         quantised = quantise.quantise_dout(seeds.dout, fp8_call, plan)
