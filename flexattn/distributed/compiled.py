@@ -39,12 +39,11 @@ from flexattn.mods.dynamo import record_mods
 from flexattn.mods.program_source import mods_of
 from flexattn.ops import dtype_of, new_rng_state
 
-_TENSORS = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v")
+_TENSORS = ("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v")
+_BIAS, _OFFSET, _RNG_STATE = map(_TENSORS.index, ("bias", "softmax_offset", "rng_state"))
 _STATIC = ("qkv_format", "attn_mask_type", "window_size", "bottom_right_diagonal", "bias_type", "softmax_type", "deterministic")
 _RECIPE = ("fp8_format", "granularity", "block_rows", "margin", "rotation", "bf16_backward", "keep_16_bit", "out_dtype")
-_CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset, Tensor? rng_state,
-    Tensor? descale_q, Tensor? descale_k, Tensor? descale_v, Tensor[] mod_tensors, Tensor plan,
-    Scalar softmax_scale, Scalar softcap, Scalar dropout_p, str static"""
+_CALL = "Tensor?[] tensors, Tensor[] mod_tensors, Tensor plan, Scalar softmax_scale, Scalar softcap, Scalar dropout_p, str static"
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"over_ranks_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit, Tensor rng_state)")
 _library.define(
@@ -56,18 +55,9 @@ _backward_op = torch.ops.flexattn.over_ranks_backward.default
 
 
 class _Operands(NamedTuple):
-    """Arguments of the operators, in the order of their schema."""
+    """Arguments of the operators, in the order of their schema. tensors: those of `_TENSORS`."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    softmax_offset: Tensor | None
-    rng_state: Tensor | None
-    descale_q: Tensor | None
-    descale_k: Tensor | None
-    descale_v: Tensor | None
+    tensors: list[Any]
     mod_tensors: list[Tensor]
     plan: Tensor
     softmax_scale: float
@@ -76,7 +66,7 @@ class _Operands(NamedTuple):
     static: str
 
 
-_NUM_TENSORS = _Operands._fields.index("mod_tensors")
+_NUM_CONSTANTS = len(_Operands._fields) - 2  # those that are neither tensors nor mod_tensors
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -107,17 +97,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     score_mod, mask_mod, program = options.get("score_mod"), options.get("mask_mod"), ""
     mod_tensors: tuple[Tensor, ...] = ()
     flags: tuple[bool, ...] = ()
-    tensors = {name: options.get(name) for name in _TENSORS}
-    needs_grad = is_grad and any(t is not None and t.requires_grad for t in (q, k, v, *tensors.values()))
+    tensors = [q, k, v, *(options.get(name) for name in _TENSORS[3:])]
+    needs_grad = is_grad and any(t is not None and t.requires_grad for t in tensors)
     if score_mod is not None or mask_mod is not None:
         recorded = record_mods(score_mod, mask_mod, options.get("score_mod_tensors", ()), needs_grad, Masks.NONE, q)
         program, mod_tensors, flags = recorded.program.text, recorded.tensors, recorded.program.tensor_needs_grad
         needs_grad = needs_grad or any(flags)
     dropout_p, fmt = options.get("dropout_p", 0.0), options.get("qkv_format") or ("thd" if plan.is_packed else "bshd")
-    is_drawn = dropout_p > 0.0 and tensors["rng_state"] is None
+    is_drawn = dropout_p > 0.0 and tensors[_RNG_STATE] is None
     if is_drawn:
-        tensors["rng_state"] = new_rng_state(q.device)
-    wanted = (*(is_grad and t is not None and t.requires_grad for t in (q, k, v, *tensors.values())), *flags)
+        tensors[_RNG_STATE] = new_rng_state(q.device)
+    wanted = (*(is_grad and t is not None and t.requires_grad for t in tensors), *flags)
     return_max_logit = options.get("return_max_logit", False)
     static = {name: options.get(name) for name in _STATIC}
     if "window_size" in options:
@@ -127,41 +117,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     fields = () if recipe is None else (getattr(recipe, name) for name in _RECIPE)
     static["recipe"] = None if recipe is None else tuple(str(x) if isinstance(x, torch.dtype) else x for x in fields)
     scale = options.get("softmax_scale")
-    call = _Operands(
-        q,
-        k,
-        v,
-        **tensors,
-        mod_tensors=list(mod_tensors),
-        plan=plan.token,
-        softmax_scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        softcap=options.get("softcap", 0.0),
-        dropout_p=dropout_p,
-        static=_to_json(tuple(static), tuple(static.values())),
-    )
+    numbers = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, options.get("softcap", 0.0), dropout_p
+    constants = plan.token, *numbers, _to_json(tuple(static), tuple(static.values()))
     if needs_grad:
         # Pass views, because Dynamo refuses a Function that gets one tensor twice.
-        tensor_operands: Any = call[:_NUM_TENSORS]
-        views = tuple(None if t is None else t.view_as(t) for t in tensor_operands)
-        mod_views: tuple[Tensor, ...] = tuple(t.view_as(t) for t in mod_tensors)
-        out, lse, max_logit, _ = _Attend.apply(*views, *call[_NUM_TENSORS + 1 :], *mod_views)  # type: ignore[no-untyped-call]
+        views = [None if t is None else t.view_as(t) for t in (*tensors, *mod_tensors)]
+        out, lse, max_logit, _ = _Attend.apply(*constants, *views)  # type: ignore[no-untyped-call]
     else:
-        out, lse, max_logit, _ = _forward_op(*call)
+        out, lse, max_logit, _ = _forward_op(tensors, list(mod_tensors), *constants)
     return chosen(out, lse, max_logit, options.get("return_lse", False), return_max_logit)
 
 
 class _Attend(torch.autograd.Function):
-    """Autograd function of the operators. Each tensor of the mods is an argument of its own, after all others."""
+    """Autograd function of the operators. Its arguments are the constants, and then each tensor, the mods' last."""
 
     @staticmethod
     def forward(ctx: FunctionContext, *operands: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tensors, rest = operands[:_NUM_TENSORS], operands[_NUM_TENSORS:]
-        values, mod_tensors = rest[: len(_Operands._fields) - _NUM_TENSORS - 1], rest[len(_Operands._fields) - _NUM_TENSORS - 1 :]
-        out, lse, max_logit, state = _forward_op(*tensors, list(mod_tensors), *values)
+        constants, tensors = operands[:_NUM_CONSTANTS], operands[_NUM_CONSTANTS:]
+        out, lse, max_logit, state = _forward_op(tensors[: len(_TENSORS)], tensors[len(_TENSORS) :], *constants)
         ctx.mark_non_differentiable(max_logit, state)
         ctx.set_materialize_grads(False)
-        plan, *numbers = values
-        ctx.save_for_backward(out, lse, state, plan, *tensors, *mod_tensors)
+        plan, *numbers = constants
+        ctx.save_for_backward(out, lse, state, plan, *tensors)
         ctx.numbers = numbers
         return out, lse, max_logit, state
 
@@ -172,20 +149,17 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         out, lse, state, plan, *tensors = saved
         # Copy to a list: Dynamo of torch 2.11 treats the value that a star collects as a tuple, which cannot be changed.
-        own, mod_tensors = list(tensors[:_NUM_TENSORS]), tensors[_NUM_TENSORS:]
+        own, mod_tensors = list(tensors[: len(_TENSORS)]), list(tensors[len(_TENSORS) :])
         if dout is None:
             dout = torch.zeros_like(out)
-        if own[_Operands._fields.index("rng_state")] is not None:
-            own[_Operands._fields.index("rng_state")] = state
-        dq, dk, dv, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, *own, list(mod_tensors), plan, *ctx.numbers)
-        needed = ctx.needs_input_grad
-        bias, offset = _Operands._fields.index("bias"), _Operands._fields.index("softmax_offset")
-        gradients: list[Tensor | None] = [dq, dk, dv, *(None,) * (len(needed) - 3)]
-        gradients[bias] = dbias if needed[bias] else None
-        gradients[offset] = doffset if needed[offset] else None
-        first = len(needed) - len(mod_tensors)
-        gradients[first:] = [t if needs else None for t, needs in zip(dmods, needed[first:], strict=True)]
-        return tuple(gradients)
+        if own[_RNG_STATE] is not None:
+            own[_RNG_STATE] = state
+        dq, dk, dv, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, own, mod_tensors, plan, *ctx.numbers)
+        gradients: list[Tensor | None] = [dq, dk, dv, *(None,) * (len(_TENSORS) - 3), *dmods]
+        gradients[_BIAS], gradients[_OFFSET] = dbias, doffset
+        needed = ctx.needs_input_grad[_NUM_CONSTANTS:]
+        of_tensors = [t if needs else None for t, needs in zip(gradients, needed, strict=True)]
+        return (*(None,) * _NUM_CONSTANTS, *of_tensors)
 
 
 def _check_operands(x: _Operands, static: dict[str, Any], check: Callable[..., CheckedCall]) -> CheckedCall:
@@ -193,11 +167,10 @@ def _check_operands(x: _Operands, static: dict[str, Any], check: Callable[..., C
     options = {name: static[name] for name in (*_STATIC, "backend", "return_max_logit") if static[name] is not None}
     if "window_size" in options:
         options["window_size"] = Window(*options["window_size"])
-    wanted = static["wanted"]
-    tensors: Any = x[:_NUM_TENSORS]
-    leaves = [None if t is None else t.detach().requires_grad_(needs) for t, needs in zip(tensors, wanted, strict=False)]
-    mod_tensors = [t.detach().requires_grad_(needs) for t, needs in zip(x.mod_tensors, wanted[_NUM_TENSORS:], strict=True)]
-    options |= dict(zip(_TENSORS, leaves[3:], strict=True))
+    tensors = zip((*x.tensors, *x.mod_tensors), static["wanted"], strict=True)
+    leaves: list[Any] = [None if t is None else t.detach().requires_grad_(needs) for t, needs in tensors]
+    (q, k, v, *others), mod_tensors = leaves[: len(_TENSORS)], leaves[len(_TENSORS) :]
+    options |= dict(zip(_TENSORS[3:], others, strict=True))
     options |= {"softmax_scale": float(x.softmax_scale), "softcap": float(x.softcap), "dropout_p": float(x.dropout_p)}
     if static["mods"]:
         program = parse_program(static["mods"])
@@ -210,26 +183,26 @@ def _check_operands(x: _Operands, static: dict[str, Any], check: Callable[..., C
         options["fp8_recipe"] = fp8.Recipe(
             **fields | {"out_dtype": None if dtype is None else dtype_of(dtype.removeprefix("torch."))}
         )
-    q, k, v = leaves[:3]
     return check(q, k, v, plan_of(x.plan), static["strategy"], options)
 
 
 def _no_autocast(x: _Operands) -> torch.autocast:
-    return torch.autocast(x.q.device.type, enabled=False)
+    return torch.autocast(x.tensors[0].device.type, enabled=False)
 
 
 def _forward(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = _Operands(*operands)
     static = _from_json(x.static)
-    if static["is_drawn"] and x.rng_state is not None:
-        x = x._replace(rng_state=exchange.from_first_rank(x.rng_state.clone(), plan_of(x.plan).group))
+    if static["is_drawn"]:
+        x.tensors[_RNG_STATE] = exchange.from_first_rank(x.tensors[_RNG_STATE].clone(), plan_of(x.plan).group)
     with torch.enable_grad(), _no_autocast(x):  # checks look at requires_grad
         call = _check_operands(x, static, checked_call)
     with torch.no_grad(), _no_autocast(x):
         out, lse = run_forward(call.runner, call.plan, [None if t is None else t.detach() for t in call.inputs()]).results
     peaks = call.scores.peaks
     max_logit = lse.new_empty(0) if peaks is None else exchange.all_reduce_max(peaks, call.plan.group)
-    state = torch.empty(0, dtype=torch.int64, device=x.q.device) if x.rng_state is None else x.rng_state.clone()
+    state = x.tensors[_RNG_STATE]
+    state = torch.empty(0, dtype=torch.int64, device=out.device) if state is None else state.clone()
     return from_bshd(out, call.qkv_format).contiguous(), lse.contiguous(), max_logit, state
 
 
@@ -248,15 +221,14 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *oper
             incoming = as_bshd(dout, fmt).contiguous(), None if dlse is None else dlse.contiguous()
             dq, dk, dv, *shared_gradients = run_backward(call.runner, call.plan, forward, call.inputs()[3:], incoming)
     qkv = (from_bshd(t, fmt).contiguous() for t in (dq, dk, dv) if t is not None)
-    by_name = {name: shared_gradients[i] for i, name in enumerate(_TENSORS)}
-    dense = [x.q.new_empty(0) if by_name[name] is None else by_name[name] for name in ("bias", "softmax_offset")]
+    dense = [dout.new_empty(0) if t is None else t for t in (shared_gradients[_BIAS - 3], shared_gradients[_OFFSET - 3])]
     dmods = shared_gradients[-len(x.mod_tensors) :] if call.scores.score_mod is not None else [None] * len(x.mod_tensors)
     return *qkv, *dense, [torch.zeros_like(t) if g is None else g for t, g in zip(x.mod_tensors, dmods, strict=False)]
 
 
 def _forward_fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = _Operands(*operands)
-    static, q = _from_json(x.static), x.q
+    static, (q, _, v, *_), state = _from_json(x.static), x.tensors, x.tensors[_RNG_STATE]
     fmt = static["qkv_format"]
     sizes = dict(zip(fmt, q.shape, strict=False))
     dtype = q.dtype if q.dtype not in validation.FP8_DTYPES else torch.bfloat16
@@ -265,18 +237,15 @@ def _forward_fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = sum_dtype(q.dtype)
     lse = q.new_empty([sizes[name] for name in ("ht" if fmt == "thd" else "bhs")], dtype=wide)
     max_logit = q.new_empty(sizes["h"] if static["return_max_logit"] else 0, dtype=wide)
-    state = q.new_empty(0 if x.rng_state is None else 2, dtype=torch.int64)
-    return q.new_empty((*q.shape[:-1], x.v.shape[-1]), dtype=dtype), lse, max_logit, state
+    new_state = q.new_empty(0 if state is None else 2, dtype=torch.int64)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype), lse, max_logit, new_state
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any) -> tuple[object, ...]:
     x = _Operands(*operands)
-    wanted = dict(zip(_Operands._fields, _from_json(x.static)["wanted"], strict=False))
-    dense = [
-        t.new_empty(t.shape) if t is not None and wanted[name] else x.q.new_empty(0)
-        for name, t in (("bias", x.bias), ("softmax_offset", x.softmax_offset))
-    ]
-    return *(t.new_empty(t.shape, dtype=dout.dtype) for t in (x.q, x.k, x.v)), *dense, [t.new_empty(t.shape) for t in x.mod_tensors]
+    wanted = _from_json(x.static)["wanted"]
+    dense = [x.tensors[i].new_empty(x.tensors[i].shape) if wanted[i] else dout.new_empty(0) for i in (_BIAS, _OFFSET)]
+    return *(t.new_empty(t.shape, dtype=dout.dtype) for t in x.tensors[:3]), *dense, [t.new_empty(t.shape) for t in x.mod_tensors]
 
 
 for _key in ("CPU", "CUDA"):
