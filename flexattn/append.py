@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from flexattn import registered  # noqa: F401 (registers the operators)
 from flexattn.dispatch import options
 from flexattn.dispatch.append import Appended, append
 from flexattn.dispatch.spec import parse_format
-from flexattn.lengths import check_cumulative, check_length_tensor, check_one_batch, check_page_ids, check_page_table
+from flexattn.lengths import Side, check_length_tensor, check_one_batch, check_page_ids, check_page_table, checked_lengths
 from flexattn.validation import DTYPES, FP8_DTYPES, check_local, check_tensor, describe
 
 
@@ -208,25 +207,13 @@ def _check_values(k_cache: Tensor, x: Appended) -> None:
         if descale is not None and not bool(((descale > 0) & descale.isfinite()).all()):
             raise ValueError(f"{name} has a value that is not positive and finite; accepted: the factors of the cache's numbers")
     new_format, cache_format = x.formats
-    used = x.seqused_kv.tolist()
-    slots = [x.k_new.shape[new_format.index("s")]] * len(used) if new_format != "thd" else []
-    if x.cu_seqlens_q is not None:
-        ends = x.cu_seqlens_q.tolist()
-        check_cumulative("cu_seqlens_q", ends, x.k_new.shape[0] if new_format == "thd" else None)
-        lengths, rooms = [after - before for before, after in pairwise(ends)], slots
-        for i, (count, room) in enumerate(zip(lengths, rooms, strict=False)):
-            if count > room:
-                raise ValueError(
-                    f"cu_seqlens_q[{i + 1}] - cu_seqlens_q[{i}] is {count}; accepted: at most {room}, the rows of k_new"
-                )
-        slots = lengths
-    counts = slots if x.seqused_q is None else x.seqused_q.tolist()
+    used, slot = x.seqused_kv.tolist(), x.k_new.shape[0 if new_format == "thd" else new_format.index("s")]
+    side = Side(x.k_new, new_format, x.cu_seqlens_q, None, x.seqused_q)
+    counts = checked_lengths("q", side, slot, is_strict=True) if side.has_lengths else [slot] * len(used)
     rows = k_cache.shape[cache_format.index("s")]
     capacity = rows if x.page_table is None else rows * x.page_table.shape[1]
     spans = []
-    for i, (before, count, slot) in enumerate(zip(used, counts, slots, strict=True)):
-        if not 0 <= count <= slot:
-            raise ValueError(f"seqused_q[{i}] is {count}; accepted: 0 to {slot}, the sequence's rows in k_new")
+    for i, (before, count) in enumerate(zip(used, counts, strict=True)):
         spans.append((before, before + count) if count else (0, 0))
         if count and not 0 <= before <= capacity - count:
             limit = "the cache's rows" if x.page_table is None else "columns * page_size"

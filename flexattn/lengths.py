@@ -273,13 +273,14 @@ def check_values(spec: AttentionSpec, x: Operands, is_strict: bool) -> None:
         ("kv", Side.of("kv", x.k, spec.kv_format, values), x.max_seqlen_kv),
     )
     for end, side, max_seqlen in sides:
-        lengths = _checked_lengths(end, side, max_seqlen, is_strict)
+        lengths = checked_lengths(end, side, max_seqlen, is_strict)
         if side.page_table is not None and is_strict:
             spans = [(0, length) for length in lengths]
             check_page_ids(side.page_table, spans, side.x.shape[0], side.x.shape[side.fmt.index("s")])
 
 
-def _checked_lengths(end: str, side: Side, max_seqlen: int, is_strict: bool) -> list[int]:
+def checked_lengths(end: str, side: Side, max_seqlen: int, is_strict: bool) -> list[int]:
+    """Returns the lengths of a side's sequences. Raises ValueError as `check_values`."""
     name = f"cu_seqlens_{end}"
     room = f"max_seqlen_{end}" if side.fmt == "thd" or side.page_table is not None else f"the sequence dim of {side.fmt}"
     lengths: list[int] = []
