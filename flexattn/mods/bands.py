@@ -199,17 +199,11 @@ def conjunction(a: Graph, b: Graph) -> Graph:
     graph = Graph()
     inputs: dict[object, Node] = {}
     copies: dict[Node, Node] = {}
-    nodes = [*a.nodes, *b.nodes]
-    for node in nodes:
-        if node.op == "placeholder":
-            if node.target not in inputs:
-                inputs[node.target] = graph.placeholder(str(node.target))
-                inputs[node.target].meta["dtype"] = node.meta["dtype"]
-            copies[node] = inputs[node.target]
-    for node in nodes:
-        if node.op == "call_function":
-            copy_into(graph, node, copies)
-    graph.output(call(graph, "bitwise_and", (copies[output_of(a)], copies[output_of(b)]), torch.bool))
+    for node in (*a.find_nodes(op="placeholder"), *b.find_nodes(op="placeholder")):
+        if node.target not in inputs:
+            inputs[node.target] = graph.node_copy(node)
+        copies[node] = inputs[node.target]
+    graph.output(call(graph, "bitwise_and", (graph.graph_copy(a, copies), graph.graph_copy(b, copies)), torch.bool))
     return graph
 
 
@@ -316,7 +310,7 @@ def _negated(mask: Graph) -> Graph:
     inside = _parts(result, _NOT)
     if inside:
         return with_output(mask, inside[0])
-    mask.erase_node(next(node for node in mask.nodes if node.op == "output"))
+    mask.erase_node(mask.output_node())
     mask.output(call(mask, "logical_not", (result,), torch.bool))
     return mask
 
@@ -421,28 +415,19 @@ def _affine(x: object) -> _Affine | None:
 
 
 def output_of(graph: Graph) -> Node:
-    result = next(node.args[0] for node in graph.nodes if node.op == "output")
+    result = graph.output_node().args[0]
     assert isinstance(result, Node)
     return result
-
-
-def copy_into(graph: Graph, node: Node, copies: dict[Node, Node]) -> None:
-    """Copies a node, and notes the copy. The nodes that it reads are copied already."""
-    copies[node] = graph.node_copy(node, copies.__getitem__)
-    copies[node].meta["dtype"] = node.meta["dtype"]
 
 
 def with_output(graph: Graph, result: Node) -> Graph:
     """Returns a copy of the graph that returns `result`, without the nodes and captures that `result` does not need."""
     new = Graph()
     copies: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            new.output(copies[result])
-            continue
-        copy_into(new, node, copies)
+    new.graph_copy(graph, copies)
+    new.output(copies[result])
     new.eliminate_dead_code()
-    for node in list(new.nodes):
-        if node.op == "placeholder" and not node.users and node.target not in (*ARGUMENTS, GRADIENT):
+    for node in new.find_nodes(op="placeholder"):
+        if not node.users and node.target not in (*ARGUMENTS, GRADIENT):
             new.erase_node(node)
     return new

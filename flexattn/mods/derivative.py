@@ -10,7 +10,6 @@ from torch.fx import Graph, Node
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, evaluate, new_graph, op_name
 from flexattn.dispatch.neutral import neutral_state
-from flexattn.mods.bands import copy_into
 from flexattn.mods.graph import as_dtype, cancel_factors, converted
 from flexattn.mods.tracer import Recorder, fake_mode
 
@@ -26,7 +25,7 @@ def derive(score: Graph, captures: Sequence[Capture], arguments: Sequence[str] =
     wants = {capture.name: capture.needs_grad for capture in captures}
     positions = {capture.name: i for i, capture in enumerate(captures)}
     differentiable = [node for node in reads if wants[node.args[0].target]]
-    placeholders = [node for node in score.nodes if node.op == "placeholder" and node.target not in positions]
+    placeholders = [node for node in score.find_nodes(op="placeholder") if node.target not in positions]
     numbers = [capture.name for capture in captures if capture.is_number]
     assert any(node.target == "score" for node in placeholders)
     with neutral_state(), fake_mode():
@@ -53,12 +52,8 @@ def derive(score: Graph, captures: Sequence[Capture], arguments: Sequence[str] =
 
     # The forward's graph stays for the indices of the reads; nodes that the derivative does not need are removed below.
     graph, inputs = new_graph((*arguments, GRADIENT), captures)
-    copies: dict[Node, Node] = {}
-    for node in score.nodes:
-        if node.op == "placeholder":
-            copies[node] = inputs[node.target]
-        elif node.op == "call_function":
-            copy_into(graph, node, copies)
+    copies = {node: inputs[node.target] for node in score.find_nodes(op="placeholder")}
+    graph.graph_copy(score, copies)
     stand_for = [inputs[GRADIENT], *(inputs[node.target] for node in placeholders), *(inputs[name] for name in numbers)]
     stand_for += [copies[node] for node in (*reads, *detached)]
     values: dict[Node, object] = dict(zip(traced.find_nodes(op="placeholder"), stand_for, strict=True))

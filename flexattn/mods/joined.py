@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from torch.fx import Graph
 
@@ -164,11 +164,10 @@ def _read(graph: Graph) -> set[str]:
 
 def _listed(gradient: Graph) -> Graph:
     """Puts a graph's output in a list, which is the form of a derivative's outputs."""
-    output = next(node for node in gradient.nodes if node.op == "output")
-    output.args = ([output.args[0]],)
+    gradient.output_node().args = ([bands.output_of(gradient)],)
     return gradient
 
 
 def _is_always_true(graph: Graph) -> bool:
-    result: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
+    result = bands.output_of(graph)
     return op_name(result) == "full" and bool(result.args[1])

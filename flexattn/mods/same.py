@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -28,7 +29,7 @@ def is_same_gradient(explicit: Graph, derived: Graph, names: Mapping[str, str]) 
 
     names: the name in `derived` for each capture of `explicit`.
     """
-    result = next(node.args[0] for node in derived.nodes if node.op == "output")[0]
+    [result, *_] = cast("list[object]", derived.output_node().args[0])
     if not isinstance(result, Node):
         return False
     plain = with_output(explicit, output_of(explicit))

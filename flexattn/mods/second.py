@@ -26,7 +26,6 @@ from flexattn.dispatch.mod_program import (
     without_detach,
 )
 from flexattn.dispatch.second_order import SecondMod
-from flexattn.mods.bands import copy_into
 from flexattn.mods.derivative import derive
 
 
@@ -54,28 +53,22 @@ def _with(program: Program, flags: Sequence[bool]) -> tuple[Capture, ...]:
     return tuple(c if c.is_number else c._replace(needs_grad=next(left) and c.dtype.is_floating_point) for c in program.captures)
 
 
-def _output(graph: Graph) -> Any:
-    return next(node.args[0] for node in graph.nodes if node.op == "output")
-
-
 def _tangent(derivative: Graph, own: Sequence[Capture], every: Sequence[Capture]) -> Graph:
     graph, inputs = new_graph((TANGENT, *ARGUMENTS), every)
-    common: dict[Node, Node] = {}
-    for node in derivative.nodes:
-        if node.op == "placeholder" and node.target != GRADIENT:
-            common[node] = inputs[node.target]
+    common = {node: inputs[node.target] for node in derivative.find_nodes(op="placeholder") if node.target != GRADIENT}
 
     def along(value: Node, tangent: Node) -> Node:
         """Returns a value of the derivative, of which `tangent` takes the place of the incoming gradient."""
         copies = {node: tangent for node in derivative.nodes if node.target == GRADIENT} | common
         for node in derivative.nodes:
             if node.op == "call_function" and node not in copies:
-                copy_into(graph, node, copies)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
                 if all(x in common for x in node.all_input_nodes):
                     common[node] = copies[node]
         return copies[value]
 
-    first, *reads = _output(derivative)
+    outputs: Any = derivative.output_node().args[0]
+    first, *reads = outputs
     terms = [] if first is None else [along(first, inputs[TANGENT])]
     for position, indices, value in reads:
         tensor = inputs[f"tangent_of_{own[position].name}"]
@@ -91,5 +84,4 @@ def _tangent(derivative: Graph, own: Sequence[Capture], every: Sequence[Capture]
 
 def _bend(tangent: Graph, captures: Sequence[Capture]) -> Graph | None:
     graph = derive(tangent, captures, (TANGENT, *ARGUMENTS))
-    first, *reads = _output(graph)
-    return graph if first is not None or reads else None
+    return None if graph.output_node().args[0] == [None] else graph
