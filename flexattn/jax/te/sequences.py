@@ -6,6 +6,7 @@ with gaps, or striped.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +22,12 @@ Pair = tuple[jax.Array, jax.Array]
 Sides: TypeAlias = jax.Array | Pair
 
 
-@jax.tree_util.register_pytree_node_class
+def _unset() -> Pair:
+    return jnp.zeros(0), jnp.zeros(0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
 class SequenceDescriptor:
     """Positions of sequences in the rows of q, and of k and v. Create one by one of the three `from_` methods.
 
@@ -30,27 +36,10 @@ class SequenceDescriptor:
     Source: https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/jax/attention.py
     """
 
-    def __init__(
-        self,
-        seqlens: Pair | None = None,
-        seq_offsets: Pair | None = None,
-        segment_ids: Pair | None = None,
-        segment_pos: Pair | None = None,
-    ) -> None:
-        def or_empty(pair: Pair | None) -> Pair:
-            return (jnp.zeros(0), jnp.zeros(0)) if pair is None else pair
-
-        self.seqlens, self.seq_offsets = or_empty(seqlens), or_empty(seq_offsets)
-        self.segment_ids, self.segment_pos = or_empty(segment_ids), or_empty(segment_pos)
-
-    def tree_flatten(self) -> tuple[object, None]:
-        """Returns the arrays, for `jax.tree_util`."""
-        return (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> SequenceDescriptor:
-        """Returns a descriptor from `tree_flatten`'s arrays."""
-        return cls(*children)
+    seqlens: Pair = dataclasses.field(default_factory=_unset)
+    seq_offsets: Pair = dataclasses.field(default_factory=_unset)
+    segment_ids: Pair = dataclasses.field(default_factory=_unset)
+    segment_pos: Pair = dataclasses.field(default_factory=_unset)
 
     @classmethod
     def from_seqlens(cls, seqlens: Sides) -> SequenceDescriptor:
