@@ -27,18 +27,9 @@ _Call = tuple[Operands, ops.Settings]
 
 
 def register() -> None:
-    """Adds flexattn to torch's flash attention implementations, for `activate_flash_attention_impl("flexattn")`.
-
-    Raises:
-        RuntimeError: if this torch version has no such registry.
-    """
+    """Adds flexattn to torch's flash attention implementations, for `activate_flash_attention_impl("flexattn")`."""
     import torch.nn.attention
 
-    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
-        raise RuntimeError(
-            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; use torch 2.11 or later, or "
-            "call flexattn.attention directly"
-        )
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_activate)
 
 

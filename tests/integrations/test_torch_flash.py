@@ -216,9 +216,3 @@ torch.nn.attention.restore_flash_attention_impl()
 """
     ran = forked_python("-c", code)
     assert ran.returncode == 0, ran.stderr
-
-
-def test_a_torch_without_the_choice_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
-    with pytest.raises(RuntimeError, match=r"torch 2.11 or later"):
-        torch_flash.register()
