@@ -330,6 +330,12 @@ def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
     return x.to(dtype) if _is_cast(x, *kept) else x
 
 
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tensors in autocast's dtype if it is on. float64 and FP8 stay."""
+    dtype = _autocast_dtype(q)
+    return (q, k, v) if dtype is None else (_autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype))
+
+
 def _like(x: Any, dtype: torch.dtype) -> Tensor:
     """Returns a tensor of x's shape in another dtype, whose elements are one place in memory."""
     return torch.empty((), dtype=dtype, device=x.device).expand(x.shape)

@@ -24,7 +24,6 @@ from flexattn.distributed.calls import Results, sum_dtype
 from flexattn.distributed.plans import Plan, plan_of
 from flexattn.distributed.whole_call import (
     CheckedCall,
-    cast_for_autocast,
     check_arguments,
     checked_call,
     resume_forward,
@@ -38,6 +37,7 @@ from flexattn.mods.bands import Masks
 from flexattn.mods.dynamo import record_mods
 from flexattn.mods.program_source import mods_of
 from flexattn.ops import dtype_of, new_rng_state
+from flexattn.prepare import cast_for_autocast
 
 _TENSORS = ("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v")
 _BIAS, _OFFSET, _RNG_STATE = map(_TENSORS.index, ("bias", "softmax_offset", "rng_state"))

@@ -31,7 +31,7 @@ from flexattn.function_context import FunctionContext
 from flexattn.functional import chosen
 from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
-from flexattn.prepare import default_alibi_slopes
+from flexattn.prepare import cast_for_autocast, default_alibi_slopes
 from flexattn.shorthands import bias_type_of, softmax_type_of
 
 if TYPE_CHECKING:
@@ -238,15 +238,6 @@ def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[object
         b, h, _, keys = shapes[0]
         return ((b, h, "own", keys), *shapes[1:])
     return tuple(shapes)
-
-
-def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tensors in autocast's dtype if it is on. float64 and FP8 stay."""
-    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        kept = (torch.float64, *validation.FP8_DTYPES)
-        q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.dtype not in kept else t for t in (q, k, v))
-    return q, k, v
 
 
 def check_arguments(plan: object, options: dict[str, object]) -> None:

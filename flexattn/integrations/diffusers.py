@@ -16,6 +16,7 @@ from flexattn.backward import attention_backward
 from flexattn.function_context import FunctionContext
 from flexattn.functional import attention
 from flexattn.masks import mask_arguments, mask_dtypes
+from flexattn.prepare import cast_for_autocast
 
 NAME = "flexattn"
 
@@ -124,8 +125,6 @@ def _forward(
         )
     if call.attn_mask is not None and call.attn_mask.requires_grad:
         raise ValueError("attn_mask requires a gradient with context parallelism; accepted: a mask without")
-    from flexattn.distributed.whole_call import cast_for_autocast
-
     query, key, value = cast_for_autocast(query, key, value)  # the backward runs outside of autocast
     options = _options(query, key, call)
     out, lse = attention(query, key, value, return_lse=True, **options)
