@@ -310,12 +310,16 @@ class DotProductAttention(torch.nn.Module):
         if inference_params is not None and inference_params.is_paged:
             arguments["page_table"] = inference_params.page_table(k.device)
         if "padding" in mask_type:
-            sizes = _sizes(q, k, fmt, 1 if self._ranks is None else self._ranks.size)
-            arguments |= _length_arguments(lengths, attention_mask, sizes, fmt, pad_between_seqs)
-        elif mask_type == ARBITRARY:
-            arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt, mask_type))
-        elif attention_mask is not None and self._ranks is None:
-            check_unread_mask(attention_mask, arguments, _score_shape(q, k, fmt, mask_type))
+            shape = _score_shape(q, k, fmt, 1 if self._ranks is None else self._ranks.size)
+            arguments |= _length_arguments(lengths, attention_mask, shape, fmt, pad_between_seqs)
+        elif mask_type == ARBITRARY or (attention_mask is not None and self._ranks is None):
+            shape = _score_shape(q, k, fmt)
+            if shape is None:
+                raise ValueError(f"attn_mask_type is {mask_type!r} with {fmt}; accepted: a type with padding in its name")
+            if mask_type == ARBITRARY:
+                arguments["mask_mod"] = mask_mod_of(attention_mask, shape)
+            else:
+                check_unread_mask(attention_mask, arguments, shape)
         arguments |= _score_mod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         calls = [arguments] if policies is None else calls_of(policies, arguments)
         for call in calls:
@@ -462,21 +466,13 @@ def _backend(allowed: Environment) -> str | None:
     return None if allowed.allows_fused else "eager"
 
 
-def _score_shape(q: Tensor, k: Tensor, fmt: str, mask_type: str) -> tuple[int, int, int, int]:
-    """Returns (b, h, sq, skv) of dense q and k."""
-    q_format, kv_format = parse_format(fmt)
-    if "thd" in (q_format, kv_format):
-        raise ValueError(f"attn_mask_type is {mask_type!r} with {fmt}; accepted: a type with padding in its name")
-    b, h, sq = (q.shape[q_format.index(name)] for name in "bhs")
-    return b, h, sq, k.shape[kv_format.index("s")]
-
-
-def _sizes(q: Tensor, k: Tensor, fmt: str, ranks: int) -> tuple[int, int, int] | None:
-    """Returns (b, sq, skv) of dense tensors, over all ranks if they share sequences; None for thd."""
+def _score_shape(q: Tensor, k: Tensor, fmt: str, ranks: int = 1) -> tuple[int, int, int, int] | None:
+    """Returns (b, h, sq, skv) of dense q and k, over all ranks that share sequences; None for thd."""
     q_format, kv_format = parse_format(fmt)
     if "thd" in (q_format, kv_format):
         return None
-    return q.shape[q_format.index("b")], q.shape[q_format.index("s")] * ranks, k.shape[kv_format.index("s")] * ranks
+    b, h, sq = (q.shape[q_format.index(name)] for name in "bhs")
+    return b, h, sq * ranks, k.shape[kv_format.index("s")] * ranks
 
 
 def _score_mod(score_mod: Any, *others: Any) -> dict[str, object]:
@@ -489,18 +485,18 @@ def _score_mod(score_mod: Any, *others: Any) -> dict[str, object]:
 
 
 def _length_arguments(
-    lengths: _Lengths, attention_mask: object, sizes: tuple[int, int, int] | None, fmt: str, pad_between_seqs: bool | None
+    lengths: _Lengths, attention_mask: object, shape: tuple[int, int, int, int] | None, fmt: str, pad_between_seqs: bool | None
 ) -> dict[str, object]:
-    """Returns `flexattn.attention`'s length arguments for a padding mask type; sizes: (b, sq, skv), None for thd."""
+    """Returns `flexattn.attention`'s length arguments for a padding mask type; shape: (b, h, sq, skv), None for thd."""
     formats = parse_format(fmt)
     cu_seqlens = [lengths.cu_seqlens_q, lengths.cu_seqlens_kv]
     if cu_seqlens[0] is None or cu_seqlens[1] is None:
-        if sizes is None or attention_mask is None:
-            also = "" if sizes is None else ", or an attention_mask [b, 1, 1, s]"
+        if shape is None or attention_mask is None:
+            also = "" if shape is None else ", or an attention_mask [b, 1, 1, s]"
             raise ValueError(
                 f"cu_seqlens_q or cu_seqlens_kv is None with a padding mask type and {fmt}; accepted: int32 tensors [b + 1]{also}"
             )
-        cu_seqlens = list(lengths_of(attention_mask, sizes[0], sizes[1:]))
+        cu_seqlens = list(lengths_of(attention_mask, shape[0], shape[2:]))
     arguments: dict[str, object] = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_kv": cu_seqlens[1]}
     padded = (lengths.cu_seqlens_q_padded, lengths.cu_seqlens_kv_padded)
     sides = zip(("q", "kv"), formats, cu_seqlens, padded, (lengths.max_seqlen_q, lengths.max_seqlen_kv), strict=True)
