@@ -51,7 +51,7 @@ def mask_arguments(
     mask = one_batch(mask)[:1] if all(n == 1 for n in batch) else one_batch(mask)
     if mask.dtype != torch.bool:
         return {"bias_type": "post_scale_bias", "bias": mask}
-    return {"mask_mod": _visible(mask)}
+    return {"mask_mod": reading(mask)}
 
 
 def _refuse_kind(name: str, mask: object, whole: Sequence[int], dtypes: tuple[torch.dtype, ...]) -> NoReturn:
@@ -92,11 +92,12 @@ def seen_by_both(mask_mod: Any, visible: Mod) -> Mod:
     return seen
 
 
-def _visible(mask: Tensor) -> Mod:
-    """Returns a mask_mod that reads a 4-d mask; dims of size 1 broadcast."""
+def reading(mask: Tensor, *, hides: bool = False) -> Mod:
+    """Returns a mask_mod that reads a 4-d bool mask; dims of size 1 broadcast. hides: whether True is for a hidden key."""
     one_b, one_h, one_i, one_j = (n == 1 for n in sizes_of(mask))
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mask[0 if one_b else b, 0 if one_h else h, 0 if one_i else i, 0 if one_j else j]
+        read = mask[0 if one_b else b, 0 if one_h else h, 0 if one_i else i, 0 if one_j else j]
+        return ~read if hides else read
 
     return visible

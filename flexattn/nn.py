@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexattn.functional import attention
+from flexattn.masks import reading, seen_by_both
 from flexattn.mods.trace import Mod
 from flexattn.norm_rope import qk_norm_rope
 from flexattn.validation import check_flags, check_meaning, describe, is_one_of
@@ -256,7 +257,7 @@ def _mask_arguments(
     padding_shapes = [(batch, len_kv) if is_batched else (len_kv,)]
     pair_shapes = [(len_q, len_kv), (batch * heads, len_q, len_kv)]
     masks = (("key_padding_mask", key_padding_mask, padding_shapes), ("attn_mask", attn_mask, pair_shapes))
-    hidden: dict[str, Tensor] = {}
+    visible: list[Mod] = []
     added: list[Tensor] = []
     for name, mask, shapes in masks:
         if mask is None:
@@ -273,27 +274,12 @@ def _mask_arguments(
         if extra:
             mask = F.pad(mask, (0, extra))
         if mask.dtype == torch.bool:
-            hidden[name] = mask
+            visible.append(reading(mask, hides=True))
         else:
             added.append(mask)
     arguments: dict[str, Any] = {}
-    if hidden:
-        arguments["mask_mod"] = _visible(hidden.get("key_padding_mask"), hidden.get("attn_mask"))
+    if visible:
+        arguments["mask_mod"] = visible[0] if len(visible) == 1 else seen_by_both(visible[0], visible[1])
     if added:
         arguments |= {"bias_type": "post_scale_bias", "bias": added[0] if len(added) == 1 else added[0] + added[1]}
     return arguments
-
-
-def _visible(keys: Tensor | None, pairs: Tensor | None) -> Mod:
-    """Returns the mask_mod for hidden keys [b, 1, 1, S] and hidden pairs [b, h, L, S], whose b and h may be 1."""
-    if pairs is None:
-        assert keys is not None
-        padding = keys
-        return lambda b, h, i, j: ~padding[b, 0, 0, j]
-    one_b, one_h = pairs.shape[0] == 1, pairs.shape[1] == 1
-
-    def pair_is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        visible = ~pairs[0 if one_b else b, 0 if one_h else h, i, j]
-        return visible if keys is None else visible & ~keys[b, 0, 0, j]
-
-    return pair_is_visible

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexattn.dispatch.spec import as_index
 from flexattn.integrations.te.names import AttnMaskType
+from flexattn.masks import reading
 from flexattn.validation import are_values_read, check_name, describe
 
 ARBITRARY = "arbitrary"
@@ -157,13 +158,7 @@ def mask_mod_of(attention_mask: object, shape: tuple[int, int, int, int]) -> Cal
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool:
         raise ValueError(f"attention_mask is {describe(attention_mask)}; accepted: a bool tensor that broadcasts to {shape}")
-    hidden = _four_dims(attention_mask, shape)
-    has_b, has_h, has_q, has_kv = (size != 1 for size in hidden.shape)
-
-    def is_visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return ~hidden[b if has_b else 0, h if has_h else 0, q_idx if has_q else 0, kv_idx if has_kv else 0]
-
-    return is_visible
+    return reading(_four_dims(attention_mask, shape), hides=True)
 
 
 def _four_dims(attention_mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

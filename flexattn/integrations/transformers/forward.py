@@ -16,6 +16,7 @@ from flexattn.functional import attention
 from flexattn.integrations.transformers.keywords import check_keywords
 from flexattn.integrations.transformers.masks import Band, MaskFunction, Packed, Visible
 from flexattn.integrations.transformers.selection import selection_of, with_sinks
+from flexattn.masks import reading
 from flexattn.validation import describe
 from flexattn.warn import warn_once
 
@@ -266,8 +267,7 @@ def _read(mask: Tensor | Visible | BlockMask, query: Tensor, key: Tensor) -> _Ma
     if mask.dtype != torch.bool:
         _check_added("attention_mask", mask, "bool, True for a visible key, or floating point, added to the scores")
         return _MaskArguments(bias=mask[..., :skv])
-    has_batch, has_heads, has_queries = (int(size > 1) for size in shape[:3])
-    return _MaskArguments(mask_mod=lambda b, h, q_idx, kv_idx: mask[b * has_batch, h * has_heads, q_idx * has_queries, kv_idx])
+    return _MaskArguments(mask_mod=reading(mask))
 
 
 def _add_biases(mask: Tensor | None, position_bias: Tensor | None, keys: int) -> Tensor | None:
