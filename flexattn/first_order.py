@@ -64,9 +64,9 @@ def second_order(differentiate: Differentiate) -> Callable[[Backward], Backward]
     return functools.partial(first_order, differentiate=differentiate)
 
 
-def guarded(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Returns the gradients, tied to the graphs of their sources, so that a derivative of them raises RuntimeError."""
-    tied: tuple[Tensor | None, ...] = _Guard.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
+def guarded(tensors: Sequence[Tensor | None], *sources: Tensor | None, message: str = MESSAGE) -> tuple[Tensor | None, ...]:
+    """Returns the tensors, tied to the graphs of their sources, so that a derivative of them raises NotImplementedError."""
+    tied: tuple[Tensor | None, ...] = _Guard.apply(message, len(tensors), *tensors, *sources)  # type: ignore[no-untyped-call]
     return tied
 
 
@@ -80,9 +80,10 @@ def refuse_batched(*gradients: Tensor | None) -> None:
 
 class _Guard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: FunctionContext, message: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.message = message
         return tuple(None if t is None else t.detach() for t in tensors[:count])
 
     @staticmethod
     def backward(ctx: FunctionContext, *_: Tensor | None) -> NoReturn:
-        raise RuntimeError(MESSAGE)
+        raise NotImplementedError(ctx.message)  # a RuntimeError

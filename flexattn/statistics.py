@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from flexattn import compat, ops
 from flexattn.call_options import Arguments
 from flexattn.dispatch.spec import Operands
 from flexattn.dispatch.statistics import Statistics, Wanted, empty_statistics, statistics, triton_unsupported
-from flexattn.function_context import FunctionContext
+from flexattn.first_order import guarded
 from flexattn.validation import FP8_DTYPES, check_flag, describe
 
 
@@ -168,24 +169,17 @@ def out_and_aux(
     if settings.needs_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # torch.compile would differentiate all results, so there they have no gradient
         sources = [t for t in tensors if t is not None and t.requires_grad]
-        wanted = {name: None if t is None else _WithoutGradient.apply(name, t, *sources) for name, t in wanted.items()}  # type: ignore[no-untyped-call]
+        wanted = {name: _without_gradient(name, t, sources) for name, t in wanted.items()}
     return OutAux(out, aux._replace(**wanted))
 
 
-class _WithoutGradient(torch.autograd.Function):
-    """A statistic that raises where its gradient is asked for, because a gradient that is silently missing is a wrong one."""
-
-    @staticmethod
-    def forward(ctx: FunctionContext, name: str, statistic: Tensor, *sources: Tensor) -> Tensor:
-        ctx.name = name
-        return statistic.view_as(statistic)
-
-    @staticmethod
-    def backward(ctx: FunctionContext, *_: Tensor) -> NoReturn:
-        raise RuntimeError(
-            f"aux.{ctx.name} of attention() has no gradient, and one is asked for; accepted: aux.{ctx.name}.detach() in a loss; "
-            "aux.lse is differentiable"
-        )
+def _without_gradient(name: str, statistic: Tensor | None, sources: Sequence[Tensor]) -> Tensor | None:
+    """Returns a statistic whose gradient raises, because a gradient that is silently missing is a wrong one."""
+    message = (
+        f"aux.{name} of attention() has no gradient, and one is asked for; accepted: aux.{name}.detach() in a loss; aux.lse is "
+        "differentiable"
+    )
+    return guarded((statistic,), *sources, message=message)[0]
 
 
 def attention_statistics_implementation(

@@ -28,8 +28,6 @@ UNGUARDED = {
         for name in ("_WithRule", "Attend", "AttendAlong", "Tangent", "Backward", "DoubleBackward")
     },
     "flexattn.second_order._NoThird": "raises",
-    "flexattn.integrations.flash_attn.forward_only._ForwardOnly": "raises in its first derivative",
-    "flexattn.statistics._WithoutGradient": "raises in its first derivative",
     "flexattn.indexer._Scores": "torch refuses to differentiate its backward",
     "flexattn.fp8._Dequantized": "torch differentiates its backward",
     "flexattn.packed_tensors.Unpacked": "torch differentiates its backward",

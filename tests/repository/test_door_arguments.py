@@ -38,10 +38,6 @@ UNREAD = {
         "_": "get_scheduler_metadata has nothing to plan",
         "__": "get_scheduler_metadata has nothing to plan",
     },
-    "flash_attn/forward_only.py": {
-        "inputs": "autograd sees that the result depends on them",
-        "grads": "the backward raises",
-    },
     "flex.py": {
         "_compile": "no mask of the size of all scores is made, so nothing is worth compiling",
         "dq_kv_order": "orders what compute_dq_write_order makes, and that raises",

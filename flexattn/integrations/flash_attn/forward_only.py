@@ -8,22 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flexattn.function_context import FunctionContext
+from flexattn.first_order import guarded
 
 T = TypeVar("T", bound=Tensor | tuple[Tensor, ...])
-
-
-class _ForwardOnly(torch.autograd.Function):
-    """Identity whose backward raises NotImplementedError."""
-
-    @staticmethod
-    def forward(ctx: FunctionContext, out: Tensor, why: str, *inputs: Tensor) -> Tensor:
-        ctx.why = why
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: FunctionContext, *grads: object) -> Any:
-        raise NotImplementedError(ctx.why)
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
@@ -38,8 +25,8 @@ def forward_only(attend: Callable[..., T], tensors: tuple[Tensor, ...], why: str
     """
     result: object = attend(*(x.detach() for x in tensors))
     out, *others = result if isinstance(result, tuple) else (result,)
-    out = _ForwardOnly.apply(out, why, *tensors)  # type: ignore[no-untyped-call]
-    results: Any = (out, *others) if isinstance(result, tuple) else out
+    [tied] = guarded((out,), *tensors, message=why)
+    results: Any = (tied, *others) if isinstance(result, tuple) else tied
     return results  # type: ignore[no-any-return]
 
 
