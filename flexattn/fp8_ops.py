@@ -95,49 +95,21 @@ def quantize_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     return data, descale, amax.view(descale.shape)
 
 
-class _QuantizeQkv(NamedTuple):
-    """Arguments of the operator `quantize_qkv`, in the order of its schema."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    ends_q: Tensor | None
-    starts_q: Tensor | None
-    longest_q: int
-    ends_kv: Tensor | None
-    starts_kv: Tensor | None
-    longest_kv: int
-    scale_q: Tensor | None
-    scale_k: Tensor | None
-    scale_v: Tensor | None
-    history_q: Tensor | None
-    history_k: Tensor | None
-    history_v: Tensor | None
-    qkv_format: str
-    granularity: str
-    block_rows: int
-    margin: int
-    rotation: bool
-
-    @property
-    def kind(self) -> _Kind:
-        return _Kind(self.granularity, self.block_rows, self.margin, self.rotation)
-
-    def unquantized(self) -> list[Unquantized]:
-        """Returns q, k and v with the arguments for quantising them."""
-        q_format, kv_format = parse_format(self.qkv_format)
-        queries = (q_format, self.ends_q, self.starts_q, self.longest_q)
-        keys = (kv_format, self.ends_kv, self.starts_kv, self.longest_kv)
-        return [
-            Unquantized(self.q, *queries, self.scale_q, self.rotation, self.history_q),
-            Unquantized(self.k, *keys, self.scale_k, self.rotation, self.history_k),
-            Unquantized(self.v, *keys, self.scale_v, False, self.history_v),
-        ]
+def _unquantized_qkv(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[list[Unquantized], _Kind]:
+    """Takes the arguments of the operator `quantize_qkv`, in the order of its schema."""
+    queries, keys, scales, histories, (qkv_format, *settings) = call[:3], call[3:6], call[6:9], call[9:12], call[12:]
+    (q_format, kv_format), kind = parse_format(qkv_format), _Kind(*settings)
+    formats, lengths, rotations = (q_format, kv_format, kv_format), (queries, keys, keys), (kind.rotation, kind.rotation, False)
+    tensors = zip((q, k, v), formats, lengths, scales, rotations, histories, strict=True)
+    return [
+        Unquantized(x, fmt, ends, starts, longest, scale, rotates, history)
+        for x, fmt, (ends, starts, longest), scale, rotates, history in tensors
+    ], kind
 
 
 def quantize_qkv_implementation(*call: Any) -> tuple[Tensor, ...]:
-    arguments = _QuantizeQkv(*call)
-    data, descales, _ = _run(arguments.unquantized(), torch.float8_e4m3fn, arguments.kind)
+    tensors, kind = _unquantized_qkv(*call)
+    data, descales, _ = _run(tensors, torch.float8_e4m3fn, kind)
     return *data, *descales
 
 
@@ -152,8 +124,8 @@ def quantize_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_qkv_fake(*call: Any) -> tuple[Tensor, ...]:
-    arguments = _QuantizeQkv(*call)
-    results = [_empty(t, torch.float8_e4m3fn, arguments.kind) for t in arguments.unquantized()]
+    tensors, kind = _unquantized_qkv(*call)
+    results = [_empty(t, torch.float8_e4m3fn, kind) for t in tensors]
     return *(data for data, _ in results), *(descale for _, descale in results)
 
 
