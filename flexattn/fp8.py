@@ -74,12 +74,9 @@ class Recipe:
     out_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name, value, accepted in (
-            ("fp8_format", self.fp8_format, FORMATS),
-            ("scaling", self.scaling, SCALINGS),
-            ("granularity", self.granularity, GRANULARITIES),
-        ):
-            check_name(name, value, accepted)
+        check_name("fp8_format", self.fp8_format, FORMATS)
+        check_name("scaling", self.scaling, SCALINGS)
+        check_name("granularity", self.granularity, GRANULARITIES)
         check_flag("rotation", self.rotation)
         check_flag("bf16_backward", self.bf16_backward)
         check_flag("keep_16_bit", self.keep_16_bit, optional=True)
@@ -289,9 +286,7 @@ def quantize_arguments(
             raise ValueError(f"recipe.{name} is {getattr(recipe, name)!r}, which quantize does not use; accepted: {default!r}")
     if dtype not in FP8_DTYPES:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, FP8_DTYPES))}")
-    fmt, kv_format = parse_format(str(qkv_format))
-    if fmt != kv_format:
-        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: the format of x, one of bshd, sbhd, bhsd, thd")
+    fmt = _format_of_one(qkv_format)
     cu_seqlens, cu_seqlens_padded, max_seqlen = lengths
     check_local({"x": x, "cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}, ", whose amax is its own")
     longest = check_lengths_of(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen)
@@ -299,21 +294,21 @@ def quantize_arguments(
     return (cu_seqlens, cu_seqlens_padded, longest, None, None, fmt, *how)
 
 
+def _format_of_one(qkv_format: object) -> str:
+    fmt, kv_format = parse_format(str(qkv_format))
+    if fmt != kv_format:
+        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: the format of x, one of bshd, sbhd, bhsd, thd")
+    return fmt
+
+
 class _Dequantized(torch.autograd.Function):
+    """`dequantize_one` of the arguments behind `source`, which gets the gradient."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        source: Tensor | None,
-        data: Tensor,
-        descale: Tensor,
-        fmt: str,
-        cu_seqlens: Tensor | None,
-        cu_seqlens_padded: Tensor | None,
-        block_rows: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        return dequantize_one(data, descale, fmt, cu_seqlens, cu_seqlens_padded, block_rows, dtype)
+    def forward(source: Tensor | None, *call: Any) -> Tensor:
+        return dequantize_one(*call)
 
     @staticmethod
     def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -322,7 +317,7 @@ class _Dequantized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient if ctx.dtype is None else gradient.to(ctx.dtype), *(None,) * 7
+        return gradient if ctx.dtype is None else gradient.to(ctx.dtype), *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
 def dequantize(
@@ -356,9 +351,7 @@ def dequantize(
     for name, cu in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
         if cu is not None and not isinstance(cu, Tensor):
             raise TypeError(f"{name} is {describe(cu)}; accepted: an int32 tensor [batch + 1], or None")
-    fmt, kv_format = parse_format(str(qkv_format))
-    if fmt != kv_format:
-        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: the format of x, one of bshd, sbhd, bhsd, thd")
+    fmt = _format_of_one(qkv_format)
     if x.data.dim() != len(fmt):
         raise ValueError(f"x.data has shape {tuple(x.data.shape)}; accepted: the {len(fmt)} dims of {fmt}")
     blocks = x.descale.shape[2]

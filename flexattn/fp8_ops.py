@@ -72,21 +72,10 @@ def _run(tensors: list[Unquantized], dtype: torch.dtype, kind: _Kind) -> tuple[l
     return run(tensors, dtype, kind.granularity, kind.block_rows, kind.margin)
 
 
-def _unquantized(
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    max_seqlen: int,
-    scale: Tensor | None,
-    history: Tensor | None,
-    fmt: str,
-    dtype: str,
-    *kind: Any,
-) -> tuple[Unquantized, torch.dtype, _Kind]:
+def _unquantized(x: Tensor, *call: Any) -> tuple[Unquantized, torch.dtype, _Kind]:
     """Takes the arguments of the operator `quantize`, in the order of its schema."""
-    rotation = _Kind(*kind).rotation
-    unquantized = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, rotation, history)
-    return unquantized, ops.dtype_of(dtype), _Kind(*kind)
+    (ends, starts, longest, scale, history, fmt, dtype), kind = call[:7], _Kind(*call[7:])
+    return Unquantized(x, fmt, ends, starts, longest, scale, kind.rotation, history), ops.dtype_of(dtype), kind
 
 
 def quantize_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
