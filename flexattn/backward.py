@@ -167,7 +167,7 @@ def differentiate(results: Results, given: Given, options: Mapping[str, Any], in
             found = ops.gradients(x, settings, ops.Incoming(out, lse, dout, dlse))
     flags = ops.captures_with_gradients(settings.mods)
     captured = [t for t, needs_grad in zip(x.mod_tensors, flags, strict=True) if needs_grad]
-    gradients: Sequence[Tensor | None] = (*found[:-1], *(found.dmod_tensors or ()))
+    gradients: Sequence[Tensor | None] = found.flat()
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         bias_and_offset = options.get("bias"), options.get("softmax_offset")
         gradients = guarded(gradients, dout, dlse, out, lse, q, k, v, *bias_and_offset, *captured)

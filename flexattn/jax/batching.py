@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 
 from flexattn.dispatch.mod_program import looks_at, parse_program
 from flexattn.dispatch.spec import TENSOR_FIELDS, parse_format
-from flexattn.jax.call import Call
+from flexattn.jax.call import Call, cumulative
 
 Batched = tuple[Sequence[jax.Array], Sequence[int | None]]  # results, and the mapped dim of each
 
@@ -142,7 +142,7 @@ def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: i
     name = f"cu_seqlens_{side}"
     cu = _move_to_front(*operands_and_dims[name], n)
     lengths = jnp.diff(cu, axis=1).reshape(-1)
-    joined = {name: jnp.concatenate([jnp.zeros(1, cu.dtype), jnp.cumsum(lengths, dtype=cu.dtype)])}
+    joined = {name: cumulative(lengths)}
     if tokens:
         starts = _move_to_front(*operands_and_dims[f"{name}_padded"], n) if f"{name}_padded" in operands_and_dims else cu
         starts = (starts[:, :-1] + tokens * jnp.arange(n, dtype=cu.dtype)[:, None]).reshape(-1)

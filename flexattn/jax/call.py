@@ -202,18 +202,10 @@ def flat(x: Operands) -> list[Tensor]:
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Call:
     """Returns the call for a text."""
-    settings, config, present, counts, numbers, mod_numbers, hopper, out8, is_delayed = json.loads(text)
-    return Call(
-        ops.Settings(*settings),
-        None if config is None else QuantizeConfig(*config),
-        tuple(present),
-        tuple(counts),
-        tuple(numbers),
-        tuple(mod_numbers),
-        hopper,
-        None if out8 is None else Out8(*out8),
-        is_delayed,
-    )
+    settings, config, *lists, hopper, out8, is_delayed = json.loads(text)
+    config, out8 = None if config is None else QuantizeConfig(*config), None if out8 is None else Out8(*out8)
+    present, counts, numbers, mod_numbers = map(tuple, lists)
+    return Call(ops.Settings(*settings), config, present, counts, numbers, mod_numbers, hopper, out8, is_delayed)
 
 
 def shaped(tensors: Sequence[Tensor]) -> list[jax.ShapeDtypeStruct]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -196,7 +197,7 @@ def _backward_plan(call: Call, signature: _Signature, target: Device, hopper: st
             inputs = (call.quantized_for_backward(x, delayed), call.settings.qkv_format, call.config, delayed)
             gradients = fp8_ops.gradients(*inputs, dout, fp8_ops.FUNCTIONS, attend)  # type: ignore[arg-type]
         amax = None if delayed.history_dout is None else delayed.history_dout.view(-1)
-        return [t for t in (*gradients[:-1], *(gradients.dmod_tensors or ()), amax) if t is not None]
+        return [t for t in (*gradients.flat(), amax) if t is not None]
 
     return plans.record(run, metas, target)
 
@@ -240,7 +241,7 @@ class _Memory:
         """Returns the array of a view."""
         if view.buffer is None:
             return jnp.zeros(view.shape, jax_dtype(view.dtype))
-        array, size = _bitcast(self.array(view.buffer), jax_dtype(view.dtype)), _size(view)
+        array, size = _bitcast(self.array(view.buffer), jax_dtype(view.dtype)), math.prod(view.shape)
         if array.size != size:
             array = jax.lax.dynamic_slice(array.reshape(-1), (view.offset,), (size,))
         if not view.order:
@@ -252,7 +253,7 @@ class _Memory:
         """Replaces the value of a view."""
         if view.buffer is None:
             return
-        buffer, size = self.buffers[view.buffer], _size(view)
+        buffer, size = self.buffers[view.buffer], math.prod(view.shape)
         value = jnp.broadcast_to(value, view.shape).astype(jax_dtype(view.dtype))
         value = _bitcast((value.transpose(view.order) if view.order else value).reshape(-1), jax_dtype(buffer.dtype))
         if size == buffer.size:
@@ -277,10 +278,6 @@ def _bitcast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     if array.dtype.itemsize != dtype.itemsize:
         raise plans.PlanError(f"memory of {array.dtype} is used as {dtype}; such a call does not run from JAX on a CUDA device")
     return jax.lax.bitcast_convert_type(array, dtype)
-
-
-def _size(view: View) -> int:
-    return functools.reduce(lambda a, b: a * b, view.shape, 1)
 
 
 def _uninitialised(buffer: Buffer) -> jax.Array:

@@ -337,12 +337,8 @@ def _given(given: Mapping[str, object]) -> _Given:
         if mod is not None:
             traced[role] = mods.trace(role, mod, explicit if role == "score_mod" else ())
     captures = list({id(a): a for t in traced.values() for a in t.all_arrays()}.values())
-    static = dict.fromkeys(name for name in (*_ARRAYS, "rng_state") if name not in arrays)
-    static |= arguments | {"score_mod_tensors": (), "fp8_state": None}
-    static |= dict.fromkeys(role for role in ("score_mod", "mask_mod") if role not in traced)
-    static |= {} if block_mask is not None and "mask_mod" not in static else {"block_mask": None}
-    if block_mask is not None:
-        static["mask_mod"] = None
+    absent = (name for name in (*_ARRAYS, "rng_state") if name not in arrays)
+    static = dict.fromkeys((*absent, "score_mod", "mask_mod", "block_mask", "fp8_state")) | arguments | {"score_mod_tensors": ()}
     lists = [] if block_mask is None else list(block_mask.lists)
     return _Given(tuple(arrays), [*arrays.values(), *captures, *lists], static, traced, captures, block_mask)
 

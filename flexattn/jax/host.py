@@ -62,8 +62,7 @@ def run_backward(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         gradients = autograd.gradients(call.quantized_for_backward(x, delayed), call.settings, call.config, delayed, incoming)
     amax = None if delayed.history_dout is None else delayed.history_dout.view(-1)
-    results = (*gradients[:-1], *(gradients.dmod_tensors or ()), amax)
-    return [t for t in results if t is not None]
+    return [t for t in (*gradients.flat(), amax) if t is not None]
 
 
 def operands_of(call: Call, tensors: Sequence[Tensor]) -> Operands:
