@@ -187,17 +187,19 @@ class Plan:
         most_q, most_kv = (max(size_of(runs) for runs in side_runs) for side_runs in (self.q_runs, self.kv_runs))
         if strategy == "ulysses":
             return Work((whole / self.ranks,), 0, 0, most_q, self.length, self.length_kv)
+        busiest = max(self.area(rank) for rank in ranks)
+        if strategy == "ulysses+ring":
+            return Work((float(busiest),), most_kv, most_kv, most_q, most_q, most_kv)
         if strategy == "ring":
             # an estimate: the pieces of all pairs of ranks take long to compute
-            step_area = max(self.area(rank) for rank in ranks) / self.ranks
-            return Work((step_area,) * self.ranks, most_kv, most_kv, most_q, most_q, 2 * most_kv)
+            return Work((busiest / self.ranks,) * self.ranks, most_kv, most_kv, most_q, most_q, 2 * most_kv)
         received, held = 0, 0
         for rank in ranks:
             keys = self.fetched(strategy, rank)
             own = union(self.kv_runs[rank])
             received = max(received, size_of(keys) - size_of(common(own, keys)))
             held = max(held, size_of(self.held(strategy, rank)))
-        return Work((float(max(self.area(rank) for rank in ranks)),), received, 0, most_q, most_q, held)
+        return Work((float(busiest),), received, 0, most_q, most_q, held)
 
     def predictions(self, heads: Heads, rates: Rates = DEFAULT_RATES) -> dict[str, Prediction | str]:
         """Returns the predicted cost of each strategy, or the reason why it cannot run."""
@@ -207,10 +209,7 @@ class Plan:
             if refusal:
                 result[strategy] = refusal
             elif strategy == "ulysses+ring":
-                most_q, most_kv = (max(size_of(runs) for runs in side_runs) for side_runs in (self.q_runs, self.kv_runs))
-                area = float(max(self.area(rank) for rank in range(self.ranks)))
-                work = Work((area,), most_kv, most_kv, most_q, most_q, most_kv)
-                result[strategy] = predict_hosts(work, heads, self.ranks // self.host, self.host, rates)
+                result[strategy] = predict_hosts(self.work(strategy), heads, self.ranks // self.host, self.host, rates)
             else:
                 reached = between_hosts(strategy, self.ranks, self.host, rates)
                 result[strategy] = predict(strategy, self.work(strategy), heads, self.ranks, reached)

@@ -60,8 +60,8 @@ def append_kv(
         ValueError, TypeError: as `flexattn.append_kv`, when the call is traced.
         BackendError: if the CUDA device has no kernel for such caches, when the call is compiled.
     """
-    values = dict(zip(_ARGUMENTS, (k_cache, v_cache, k_new, v_new, seqused_kv, page_table, cu_seqlens_q, seqused_q), strict=False))
-    values |= {"descale_k": descale_k, "descale_v": descale_v}
+    lengths = (seqused_kv, page_table, cu_seqlens_q, seqused_q)
+    values = dict(zip(_ARGUMENTS, (k_cache, v_cache, k_new, v_new, *lengths, descale_k, descale_v), strict=True))
     arrays = {}
     for name, value in values.items():
         if value is None and name in _OPTIONAL:
@@ -72,10 +72,10 @@ def append_kv(
     call = AppendCall(str(qkv_format), tuple(arrays))
     metas = [meta_tensor(name, x) for name, x in arrays.items()]
     call.checked(metas)
-    table_factorsed = dict(zip(call.updated(metas), bind(OPERATOR.whole, [*arrays.values()], call), strict=True))
-    if len(table_factorsed) == 2:
-        return tuple(table_factorsed.values())
-    return tuple(table_factorsed.get(name, values[name]) for name in ("k_cache", "v_cache", "descale_k", "descale_v"))
+    updated = dict(zip(call.updated(metas), bind(OPERATOR.whole, [*arrays.values()], call), strict=True))
+    if len(updated) == 2:
+        return tuple(updated.values())
+    return tuple(updated.get(name, values[name]) for name in ("k_cache", "v_cache", "descale_k", "descale_v"))
 
 
 class AppendCall(NamedTuple):

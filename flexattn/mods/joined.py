@@ -9,11 +9,12 @@ from typing import NamedTuple, cast
 
 from torch.fx import Graph
 
-from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, Program, decode_graph, make_program, op_name
+from flexattn.dispatch.mod_program import GRADIENT, Capture, Program, decode_graph, make_program, op_name
 from flexattn.mods import bands
 from flexattn.mods.bands import Fact, Fill, Masks
 from flexattn.mods.derivative import derive
 from flexattn.mods.same import is_same, is_same_gradient, softcap_of
+from flexattn.mods.tracer import distinct
 
 
 class Joined(NamedTuple):
@@ -53,17 +54,11 @@ def join(
     graphs: the text and the captures of each mod. roles: "score_mod", "mask_mod" or "score_mod_gradient" for each mod. facts: one
     for each capture, in the same order.
     """
-    used_names: set[str] = {*ARGUMENTS, GRADIENT}
     captures: list[Capture] = []
     by_role: dict[str, Graph] = {}
     for role, (text, graph_captures) in zip(roles, graphs, strict=True):
-        names = {}
-        for capture in graph_captures:
-            name, n = capture.name, 2
-            while name in used_names:
-                name, n = f"{capture.name}_{n}", n + 1
-            used_names.add(name)
-            names[capture.name] = name
+        own = [capture.name for capture in graph_captures]
+        names = dict(zip(own, distinct(own, [capture.name for capture in captures]), strict=True))
         graph = by_role[role] = cast(Graph, decode_graph(json.loads(text)))
         for node in graph.nodes:
             if node.op == "placeholder":

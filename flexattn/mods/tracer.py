@@ -173,7 +173,7 @@ def trace(
     if shapes is None:
         shapes = [[size if type(size) is int else ANY_SIZE for size in shape] for shape in own_shapes]
     has_gradients = role == "score_mod" and torch.is_grad_enabled()
-    names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
+    names = distinct([name for name, _ in (*found.tensors, *found.floats)])
     captures = [_capture(role, name, t, has_gradients) for name, (_, t) in zip(names, found.tensors, strict=False)]
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
     before = find_captures(mod, lift=False)
@@ -284,7 +284,7 @@ def _decompositions() -> dict[object, Callable[..., object]]:
     return {op: table[op] for op in table if op is not _aten.detach.default}  # torch's leaves no trace of it
 
 
-def _distinct(names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+def distinct(names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
     """Returns identifiers made of the names, all different from each other, from the arguments and from `others`."""
     taken = {*ARGUMENTS, GRADIENT, *others}
     distinct = []
@@ -339,7 +339,7 @@ class _Watch(TorchFunctionMode):
         if not isinstance(x, Tensor) or (type(x) is FakeTensor and x.fake_mode is self.fakes):
             return x
         if id(x) not in self.stand_in_of:
-            (name,) = _distinct(["tensor"], self.names)
+            (name,) = distinct(["tensor"], self.names)
             self.names.append(name)
             self.met.append((name, x))
             shape = [size if type(size) is int else int(size) for size in x.shape]
