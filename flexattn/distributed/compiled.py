@@ -158,8 +158,7 @@ class _Attend(torch.autograd.Function):
         gradients: list[Tensor | None] = [dq, dk, dv, *(None,) * (len(_TENSORS) - 3), *dmods]
         gradients[_BIAS], gradients[_OFFSET] = dbias, doffset
         needed = ctx.needs_input_grad[_NUM_CONSTANTS:]
-        of_tensors = [t if needs else None for t, needs in zip(gradients, needed, strict=True)]
-        return (*(None,) * _NUM_CONSTANTS, *of_tensors)
+        return (*(None,) * _NUM_CONSTANTS, *[t if needs else None for t, needs in zip(gradients, needed, strict=True)])
 
 
 def _check_operands(x: _Operands, static: dict[str, Any], check: Callable[..., CheckedCall]) -> CheckedCall:

@@ -57,8 +57,8 @@ def join(
     captures: list[Capture] = []
     by_role: dict[str, Graph] = {}
     for role, (text, graph_captures) in zip(roles, graphs, strict=True):
-        own = [capture.name for capture in graph_captures]
-        names = dict(zip(own, distinct(own, [capture.name for capture in captures]), strict=True))
+        before = [capture.name for capture in graph_captures]
+        names = dict(zip(before, distinct(before, [capture.name for capture in captures]), strict=True))
         graph = by_role[role] = cast(Graph, decode_graph(json.loads(text)))
         for node in graph.nodes:
             if node.op == "placeholder":
