@@ -46,8 +46,9 @@ def document(document_ids: Tensor) -> Mod:
         raise ValueError(
             f"document_ids is a {document_ids.dtype} tensor of shape {tuple(document_ids.shape)}; accepted: integers, [s] or [b, s]"
         )
-    mod = functools.partial(_document if document_ids.dim() == 1 else _document_of_batch, document_ids=document_ids)
-    return _reading(mod, "document_ids", document_ids, "bs"[-document_ids.dim() :])
+    return _reading(
+        functools.partial(_document, document_ids=document_ids), "document_ids", document_ids, "bs"[-document_ids.dim() :]
+    )
 
 
 def prefix_lm(prefix_lengths: Tensor) -> Mod:
@@ -218,11 +219,8 @@ def _dilated_sliding_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor,
 
 
 def _document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, document_ids: Tensor) -> Tensor:
-    return document_ids[q_idx] == document_ids[kv_idx]
-
-
-def _document_of_batch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, document_ids: Tensor) -> Tensor:
-    return document_ids[b, q_idx] == document_ids[b, kv_idx]
+    row = document_ids if document_ids.dim() == 1 else document_ids[b]
+    return row[q_idx] == row[kv_idx]
 
 
 def _prefix_lm(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, prefix_lengths: Tensor) -> Tensor:
