@@ -99,9 +99,10 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
         stack.enter_context(mock.patch.object(preprocess, "PREPROCESS", tiles.PREPROCESS._replace(block_m=128)))
         stack.enter_context(mock.patch.object(device_of_calls, "_num_processors", return_value=PROGRAMS))
         for module in modules:
-            launchers = [getattr(module, name).__globals__ for name in ("launch_forward", "launch_fused") if hasattr(module, name)]
-            for names in launchers or [vars(module)]:
-                stack.enter_context(mock.patch.dict(names, launch=launch_emulated))
+            names = ("launch_forward", "launch_fused", "launch_two_kernels")
+            launchers = [getattr(module, name).__globals__ for name in names if hasattr(module, name)]
+            for namespace in launchers or [vars(module)]:
+                stack.enter_context(mock.patch.dict(namespace, launch=launch_emulated))
         yield reports
 
 

@@ -273,12 +273,12 @@ def _run_fp8_forward(call: Forward, tile: Any) -> None:
     from flexattn.kernels_triton.gluon.descales import scales_of
     from flexattn.kernels_triton.hopper.fp8 import empty_transposed
     from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward
-    from flexattn.kernels_triton.hopper.quantize import quantize as transpose
+    from flexattn.kernels_triton.hopper.fp8_passes import transpose
 
     x = call.problem
     scale_q, scale_k, scale_v, *_ = scales_of(x)
-    v_transposed = empty_transposed(x.v, x.batch, x.v.dtype)
-    transpose(x, "kv", x.v, scale_v, transposed=v_transposed)
+    v_transposed = empty_transposed(x.v, x.batch)
+    transpose(x, "kv", x.v, v_transposed)
     hopper_fp8_forward(x, v_transposed, (scale_q, scale_k, scale_v), call.out, call.lse, tile)
 
 

@@ -627,7 +627,7 @@ class HopperBackwardTile:
     head_dim_qk: int
     head_dim_v: int
     block_n: int  # keys of an iteration of dq
-    v_stages: int  # stages of v in shared memory, for dq; k has two
+    v_stages: int = 2  # stages of v in shared memory, for dq; k has two
     block_m: int  # queries of an iteration of dk and dv
     splits_columns: bool = False  # the warpgroups split columns of dk and dv: a program has 64 keys instead of 128
 
@@ -638,9 +638,9 @@ class HopperBackwardTile:
 
 
 HOPPER_BACKWARD = (
-    HopperBackwardTile(head_dim_qk=64, head_dim_v=64, block_n=128, v_stages=2, block_m=64),
+    HopperBackwardTile(head_dim_qk=64, head_dim_v=64, block_n=128, block_m=64),
     HopperBackwardTile(head_dim_qk=128, head_dim_v=128, block_n=128, v_stages=1, block_m=64),
-    HopperBackwardTile(head_dim_qk=192, head_dim_v=128, block_n=64, v_stages=2, block_m=32),
+    HopperBackwardTile(head_dim_qk=192, head_dim_v=128, block_n=64, block_m=32),
     HopperBackwardTile(head_dim_qk=256, head_dim_v=256, block_n=64, v_stages=1, block_m=64, splits_columns=True),
 )
 

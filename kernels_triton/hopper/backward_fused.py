@@ -16,9 +16,9 @@ from flexattn.kernels_triton.common.tiles import HopperFusedTile
 from flexattn.kernels_triton.gluon.dq_sums import add_dq
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
 from flexattn.kernels_triton.gluon.fused_loader import load_fused
+from flexattn.kernels_triton.hopper.backward_launch import launch_fused
 from flexattn.kernels_triton.hopper.conditions import fused_tile
 from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
-from flexattn.kernels_triton.hopper.fused_launch import launch_fused
 from flexattn.kernels_triton.hopper.fused_memory import allocate_fused
 from flexattn.kernels_triton.runtime.launch import hopper_kernel
 

@@ -26,10 +26,10 @@ from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.gluon.work_order import backward_work, head_parts
-from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments
-from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
+from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DkdvBarriers, DkdvTiles
+from flexattn.kernels_triton.hopper.backward_launch import Stages, arguments_of_dkdv, backward_meta
 from flexattn.kernels_triton.hopper.conditions import fused_192_tile
-from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles, arguments_of_dkdv, load_dkdv
+from flexattn.kernels_triton.hopper.dkdv_loader import load_dkdv
 from flexattn.kernels_triton.hopper.fused_192_consumer import NARROW, Fused192Tiles, add_dq_192, consume_fused_192
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
@@ -66,10 +66,10 @@ def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexp
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, META.BLOCK_M], EXCHANGE)
     dq_tiles = allocate_tiles(2, args.sums.wide)
     barriers = DkdvBarriers(
-        q_full=allocate_barriers(SCORES, 1),
-        q_empty=allocate_barriers(SCORES, 2),
-        dout_full=allocate_barriers(DP, 1),
-        dout_empty=None,
+        scores_full=allocate_barriers(SCORES, 1),
+        ds_empty=allocate_barriers(SCORES, 2),
+        dp_full=allocate_barriers(DP, 1),
+        dp_empty=None,
         kv_full=allocate_barriers(1, 1),
         dkdv_full=allocate_barriers(1, 2),
     )

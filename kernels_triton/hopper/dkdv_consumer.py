@@ -6,8 +6,6 @@ the keys. Scores are transposed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -21,45 +19,10 @@ from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, 
 from flexattn.kernels_triton.gluon.fp32_gradients import KeyGradients, store_key_gradient, store_key_gradients
 from flexattn.kernels_triton.gluon.masking import apply_mask_mod, hide_queries_past_the_end, mask_queries
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.gluon.pipeline import Stage
+from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DkdvBarriers, DkdvTiles
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
-
-
-class DkdvOperands(NamedTuple):
-    """Tiles in shared memory: k, v, dk and dv by consumer, the others by stage."""
-
-    q: Pair
-    dout: gl.shared_memory_descriptor
-    k: Pair
-    v: gl.shared_memory_descriptor
-    q16: Pair  # in 16 bits, for the products with ds and p; equal to q and dout if these have 16 bits
-    dout16: gl.shared_memory_descriptor
-    dk: Pair  # outputs of the epilogue
-    dv: gl.shared_memory_descriptor
-    statistics: gl.shared_memory_descriptor
-    factors: Any  # in FP8, from `fp8.write_factors`
-    p: gl.shared_memory_descriptor | None  # if columns are split: results of one warpgroup for both, of the last two iterations
-    ds: gl.shared_memory_descriptor | None
-
-
-class DkdvConsumerBarriers(NamedTuple):
-    """Barriers of the rings by the product that reads their tiles: of k and q, of v and dout, of p and dout, of ds and q.
-
-    In 16 bits, q and dout have one ring each. In FP8, both share one ring in FP8 and one in 16 bits; if columns are split, q in 16
-    bits has its own ring. A barrier is None if another one covers its wait or release.
-    """
-
-    kv_full: gl.shared_memory_descriptor
-    scores_full: gl.shared_memory_descriptor
-    dp_full: gl.shared_memory_descriptor
-    dp_empty: gl.shared_memory_descriptor
-    p_full: Any
-    p_empty: Any
-    ds_full: Any
-    ds_empty: gl.shared_memory_descriptor
-    dkdv_full: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -85,9 +48,9 @@ def _wait_for_sums(dv, dk, dk1, p16, ds, META: gl.constexpr):
 
 @gluon.jit
 def _consume_dkdv_rows(
-    args,
-    operands: DkdvOperands,
-    barriers: DkdvConsumerBarriers,
+    args: DkdvArguments,
+    tiles: DkdvTiles,
+    barriers: DkdvBarriers,
     block: backward_blocks.Block,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
@@ -95,7 +58,7 @@ def _consume_dkdv_rows(
 ):
     len_q, large = block.sequence.len_q, block.large
     scores = args.scores
-    DTYPE: gl.constexpr = operands.dout16.dtype
+    DTYPE: gl.constexpr = tiles.dout16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
@@ -126,39 +89,39 @@ def _consume_dkdv_rows(
             dp_stage = Stage(m_block, META.STAGES_DP)
             p_stage = Stage(m_block, META.STAGES_P)
             ds_stage = Stage(m_block, META.STAGES_DS)
-            dout0 = operands.dout.index(pipeline.index(dp_stage)).reshape([BLOCK_M, V0])
+            dout0 = tiles.dout.index(pipeline.index(dp_stage)).reshape([BLOCK_M, V0])
             pipeline.wait_full(barriers.scores_full, scores_stage)
-            raw_s = score_product(operands.k, k_slot, operands.q, index, zeros, BLOCK_M, META)  # S = K Q^T
+            raw_s = score_product(tiles.k, k_slot, tiles.q, index, zeros, BLOCK_M, META)  # S = K Q^T
             if not META.IS_FP8:  # in FP8, dout is loaded with q
                 pipeline.wait_full(barriers.dp_full, dp_stage)
             dp = warpgroup_mma(  # dP = V dO^T
-                operands.v.index(k_slot).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True
+                tiles.v.index(k_slot).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True
             )
             drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
-            s_factor = score_factor(operands.factors, index, COLUMNS, META)
+            s_factor = score_factor(tiles.factors, index, COLUMNS, META)
             raw_s = warpgroup_mma_wait(1, deps=[raw_s])
             i, j = columns[None, :], rows[:, None]
             head = backward_blocks.head_at(position, values, block, scores, META)
             s, factor, cap_tanh, score = product_logits(raw_s, i, j, head, scores.scale, s_factor, MODS, META)
             if LOOPS == 2:
                 if IS_LARGE == 1:
-                    s = _relative_to_lse(s, operands.statistics, index, block, position.h, i, META)
+                    s = _relative_to_lse(s, tiles.statistics, index, block, position.h, i, META)
             elif backward_blocks.hides_some_query(row, n_start, block, META):
                 s = mask_queries(s, rows, columns, block.band, META)
                 if META.IS_UNBOUNDED:
-                    s = _relative_to_lse(s, operands.statistics, index, block, position.h, i, META)
+                    s = _relative_to_lse(s, tiles.statistics, index, block, position.h, i, META)
             s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
             s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
-            minus_lse = operands.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
+            minus_lse = tiles.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
             p = gl.exp2(s * factor + minus_lse[None, :])
             if META.IS_FP8:  # the product with p overlaps the computation of ds
                 p16 = gl.convert_layout(p.to(DTYPE), P)
                 pipeline.wait_full(barriers.p_full, p_stage)
-                dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, V0])
+                dout16 = tiles.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, V0])
                 dv = warpgroup_mma(p16, dout16, dv, is_async=True)  # dV += P dO
-            minus_delta = operands.statistics.index(index).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+            minus_delta = tiles.statistics.index(index).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
             if META.IS_FP8:
-                dp_factor = dp_factor_of(operands.factors, index, COLUMNS, META)
+                dp_factor = dp_factor_of(tiles.factors, index, COLUMNS, META)
                 dp = warpgroup_mma_wait(1, deps=[dp])
                 pipeline.release(barriers.dp_empty, dp_stage)
                 dp = dp * dp_factor
@@ -169,13 +132,13 @@ def _consume_dkdv_rows(
             ds = gl.convert_layout(dscore.to(DTYPE), DS)
             if not META.IS_FP8:
                 p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), P)
-                dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, V0])
+                dout16 = tiles.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, V0])
                 dv = warpgroup_mma(p16, dout16, dv, is_async=True)  # dV += P dO
             index16 = pipeline.index(ds_stage)
-            dk = warpgroup_mma(ds, operands.q16.first.index(index16).reshape([BLOCK_M, QK0]), dk, is_async=True)  # dK += dS Q
+            dk = warpgroup_mma(ds, tiles.q16.first.index(index16).reshape([BLOCK_M, QK0]), dk, is_async=True)  # dK += dS Q
             if QK1 > 0:
                 # dK += dS Q
-                dk1 = warpgroup_mma(ds, operands.q16.second.index(index16).reshape([BLOCK_M, QK1]), dk1, is_async=True)
+                dk1 = warpgroup_mma(ds, tiles.q16.second.index(index16).reshape([BLOCK_M, QK1]), dk1, is_async=True)
             PRODUCTS: gl.constexpr = 2 if QK1 > 0 else 1  # with ds
             if not META.IS_FP8:
                 dv, p16 = warpgroup_mma_wait(PRODUCTS, deps=[dv, p16])
@@ -186,16 +149,16 @@ def _consume_dkdv_rows(
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them
     sums = KeyGradients(dk=dk, dk1=dk1, dv=dv)
-    store_key_gradients(sums, draws, args, operands.dk, operands.dv, block, CONSUMER, META)
+    store_key_gradients(sums, draws, args, tiles.dk, tiles.dv, block, CONSUMER, META)
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
 
 
 @gluon.jit
 def _consume_dkdv_columns(
-    args,
-    operands: DkdvOperands,
-    barriers: DkdvConsumerBarriers,
+    args: DkdvArguments,
+    tiles: DkdvTiles,
+    barriers: DkdvBarriers,
     block: backward_blocks.Block,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
@@ -204,7 +167,7 @@ def _consume_dkdv_columns(
     # Each warpgroup computes the scores of half of the queries, and half of the columns of dk and dv from all of them.
     b, len_q, large = block.b, block.sequence.len_q, block.large
     scores = args.scores
-    DTYPE: gl.constexpr = operands.dout16.dtype
+    DTYPE: gl.constexpr = tiles.dout16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HALF: gl.constexpr = META.BLOCK_M // 2
     DIM: gl.constexpr = META.QK0
@@ -229,20 +192,20 @@ def _consume_dkdv_columns(
         dp_stage = Stage(m_block, META.STAGES_DP)
         p_stage = Stage(m_block, META.STAGES_P)
         ds_stage = Stage(m_block, META.STAGES_DS)
-        q0 = operands.q.first.index(index).reshape([BLOCK_M, DIM])
-        dout0 = operands.dout.index(pipeline.index(dp_stage)).reshape([BLOCK_M, DIM])
+        q0 = tiles.q.first.index(index).reshape([BLOCK_M, DIM])
+        dout0 = tiles.dout.index(pipeline.index(dp_stage)).reshape([BLOCK_M, DIM])
         pipeline.wait_full(barriers.scores_full, scores_stage)
         q_half = q0.slice(FIRST, HALF, 0).permute([1, 0])
         # S = K Q^T
-        raw_s = warpgroup_mma(operands.k.first.index(zero).reshape([ROWS, DIM]), q_half, zeros, use_acc=False, is_async=True)
+        raw_s = warpgroup_mma(tiles.k.first.index(zero).reshape([ROWS, DIM]), q_half, zeros, use_acc=False, is_async=True)
         if not META.IS_FP8:  # in FP8, dout is loaded with q
             pipeline.wait_full(barriers.dp_full, dp_stage)
         dout_half = dout0.slice(FIRST, HALF, 0).permute([1, 0])
         # dP = V dO^T
-        dp = warpgroup_mma(operands.v.index(zero).reshape([ROWS, DIM]), dout_half, zeros, use_acc=False, is_async=True)
-        minus_lse = operands.statistics.index(index).slice(FIRST, HALF).load(COLUMNS)
+        dp = warpgroup_mma(tiles.v.index(zero).reshape([ROWS, DIM]), dout_half, zeros, use_acc=False, is_async=True)
+        minus_lse = tiles.statistics.index(index).slice(FIRST, HALF).load(COLUMNS)
         drawn = drawn_weights(draws, position.h, row + FIRST, block.first_row, HALF, True, META)
-        s_factor = score_factor(operands.factors, index, COLUMNS, META)
+        s_factor = score_factor(tiles.factors, index, COLUMNS, META)
         raw_s = warpgroup_mma_wait(1, deps=[raw_s])
         i, j = columns[None, :], rows[:, None]
         head = backward_blocks.head_at(position, values, block, scores, META)
@@ -254,32 +217,32 @@ def _consume_dkdv_columns(
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * factor + minus_lse[None, :])
         buffer = (m_block & 1) * 2  # two, so that one barrier for each product is enough
-        operands.p.index(buffer + CONSUMER).store(kept(p, drawn, True, META).to(DTYPE))
+        tiles.p.index(buffer + CONSUMER).store(kept(p, drawn, True, META).to(DTYPE))
         fence_async_shared()
         named_barrier_sync(P_WRITTEN, BOTH)
-        minus_delta = operands.statistics.index(index).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
-        dp_factor = dp_factor_of(operands.factors, index, COLUMNS, META)
+        minus_delta = tiles.statistics.index(index).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
+        dp_factor = dp_factor_of(tiles.factors, index, COLUMNS, META)
         dp = warpgroup_mma_wait(0, deps=[dp])
         if META.IS_FP8:
             pipeline.release(barriers.dp_empty, dp_stage)
             pipeline.wait_full(barriers.p_full, p_stage)
-        dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, DIM])
+        dout16 = tiles.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, DIM])
         for half in gl.static_range(2):
             part = dout16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
-            dv = warpgroup_mma(operands.p.index(buffer + half), part, dv, is_async=True)  # dV += P dO
+            dv = warpgroup_mma(tiles.p.index(buffer + half), part, dv, is_async=True)  # dV += P dO
         if META.IS_FP8:
             dp = dp * dp_factor
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
-        operands.ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
+        tiles.ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(DS_WRITTEN, BOTH)
         if META.IS_FP8:
             pipeline.wait_full(barriers.ds_full, ds_stage)
-        q16 = operands.q16.first.index(pipeline.index(ds_stage)).reshape([BLOCK_M, DIM])
+        q16 = tiles.q16.first.index(pipeline.index(ds_stage)).reshape([BLOCK_M, DIM])
         for half in gl.static_range(2):
             part = q16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
-            dk = warpgroup_mma(operands.ds.index(buffer + half), part, dk, is_async=True)  # dK += dS Q
+            dk = warpgroup_mma(tiles.ds.index(buffer + half), part, dk, is_async=True)  # dK += dS Q
         if META.IS_FP8:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
             pipeline.release(barriers.ds_empty, ds_stage)
@@ -296,23 +259,23 @@ def _consume_dkdv_columns(
         store_key_gradient(args.dk32, dk * scores.scale, block, 0, FIRST_COLUMN)
         store_key_gradient(args.dv32, scaled(dv, draws, META), block, 0, FIRST_COLUMN)
     else:
-        operands.dk.first.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * scores.scale).to(DTYPE))
-        operands.dv.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
+        tiles.dk.first.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * scores.scale).to(DTYPE))
+        tiles.dv.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
 
 
 @gluon.jit
 def consume_dkdv(
-    args,
-    operands: DkdvOperands,
-    barriers: DkdvConsumerBarriers,
+    args: DkdvArguments,
+    tiles: DkdvTiles,
+    barriers: DkdvBarriers,
     block: backward_blocks.Block,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
     if META.SPLITS_COLUMNS:
-        _consume_dkdv_columns(args, operands, barriers, block, CONSUMER, MODS, META)
+        _consume_dkdv_columns(args, tiles, barriers, block, CONSUMER, MODS, META)
     else:
-        _consume_dkdv_rows(args, operands, barriers, block, CONSUMER, MODS, META)
+        _consume_dkdv_rows(args, tiles, barriers, block, CONSUMER, MODS, META)

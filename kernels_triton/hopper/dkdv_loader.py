@@ -1,55 +1,20 @@
-"""Arguments of the 16-bit kernels for dk and dv, and their loading warp: k and v of a program, q and dout block by block."""
+"""The loading warp of the 16-bit kernels for dk and dv: k and v of a program, q and dout block by block."""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flexattn.kernels_triton.common.preprocess import Tiled
-from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block
-from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
 from flexattn.kernels_triton.gluon.block_ranges import query_block
-from flexattn.kernels_triton.gluon.descriptors import (
-    load_rows,
-    load_statistics,
-    ragged_descriptor,
-    statistics_descriptor,
-    step_of,
-    store_rows,
-)
-from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
+from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, store_rows
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.gluon.pairs import Pair, load_pair, origin_of, origin_of_head, pair_bytes, pair_descriptor, store_pair
+from flexattn.kernels_triton.gluon.pairs import load_pair, origin_of, origin_of_head, pair_bytes, store_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.gluon.tile_scheduler import Work
-from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DkdvDescriptors, DkdvSteps
-
-
-class DkdvTiles(NamedTuple):
-    """In shared memory: k and v by consumer, q, dout and statistics by stage."""
-
-    q: Pair
-    dout: gl.shared_memory_descriptor
-    k: Pair
-    v: gl.shared_memory_descriptor
-    statistics: gl.shared_memory_descriptor
-    dout1: Any = None  # for this and the next, the second parts if META.V1 > 0
-    v1: Any = None
-
-
-class DkdvBarriers(NamedTuple):
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    dout_full: gl.shared_memory_descriptor
-    dout_empty: gl.shared_memory_descriptor  # None if dout is released with q
-    kv_full: gl.shared_memory_descriptor
-    dkdv_full: gl.shared_memory_descriptor
+from flexattn.kernels_triton.hopper.backward_arguments import DkdvArguments, DkdvBarriers, DkdvTiles
 
 
 @gluon.jit
@@ -81,17 +46,17 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
         row = query_block(position.n, block.block_range, META)[0]
         q_stage = Stage(m_block, META.STAGES_SCORES)
         q_index = pipeline.index(q_stage)
-        full = barriers.q_full.index(q_index)
-        pipeline.wait_empty(barriers.q_empty, q_stage)
+        full = barriers.scores_full.index(q_index)
+        pipeline.wait_empty(barriers.ds_empty, q_stage)
         mbarrier.expect(full, Q_BYTES + descriptors.statistics.block_type.nbytes)
         load_pair(descriptors.q, origin_of_head(q, position.head), len_q, row, full, tiles.q, q_index, META)
         head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
         load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(q_index), META)
         dout_stage = Stage(m_block, META.STAGES_DP)
         dout_index = pipeline.index(dout_stage)
-        full = barriers.dout_full.index(dout_index)
-        if barriers.dout_empty is not None:
-            pipeline.wait_empty(barriers.dout_empty, dout_stage)
+        full = barriers.dp_full.index(dout_index)
+        if barriers.dp_empty is not None:
+            pipeline.wait_empty(barriers.dp_empty, dout_stage)
         if META.V1 > 0:
             mbarrier.expect(full, descriptors.dout.block_type.nbytes + descriptors.dout1.block_type.nbytes)
         else:
@@ -110,31 +75,3 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
             if META.V1 > 0:
                 store_rows(descriptors.dv1, dv.token, len_kv, row, dv.head, META.V0, tiles.v1.index(part))
     tma.store_wait(0)
-
-
-def arguments_of_dkdv(call: Backward, tiled: Tiled, work: Work, tile: tuple[int, tuple[int, int], int]) -> DkdvArguments:
-    """Returns the arguments of a kernel for dk and dv, without those of FP8.
-
-    tile: queries of a block; widths of both parts of q's and k's head dim; v's head dim.
-    """
-    x, dout, dk, dv = call.problem, call.dout, call.dk, call.dv
-    size, widths, v0 = tile
-    dk32, dv32 = fp32_rows(dk), fp32_rows(dv)
-    return DkdvArguments(
-        descriptors=DkdvDescriptors(
-            q=pair_descriptor(x.q, size, widths),
-            dout=ragged_descriptor(dout, size, v0),
-            k=pair_descriptor(x.k, ROWS.value, widths),
-            v=ragged_descriptor(x.v, ROWS.value, v0),
-            statistics=statistics_descriptor(tiled.statistics, size),
-            dk=pair_descriptor(dk, ROWS.value, widths) if dk32 is None else None,
-            dv=ragged_descriptor(dv, ROWS.value, v0) if dv32 is None else None,
-        ),
-        steps=DkdvSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), v=step_of(x.v), dk=step_of(dk), dv=step_of(dv)),
-        work=work,
-        dropout=x.dropout,
-        lists=x.lists("q"),
-        dk32=dk32,
-        dv32=dv32,
-        **shared_arguments(x, tiled),
-    )

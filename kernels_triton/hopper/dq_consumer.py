@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
 from flexattn.kernels_triton.common.scores import through_mods
 from flexattn.kernels_triton.gluon import backward_blocks, pipeline
@@ -18,51 +15,17 @@ from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, 
 from flexattn.kernels_triton.gluon.fp32_gradients import store_gradient
 from flexattn.kernels_triton.gluon.masking import apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.gluon.pipeline import Stage
+from flexattn.kernels_triton.hopper.backward_arguments import DqArguments, DqBarriers, DqRows, DqTiles
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
 
 
-class DqOperands(NamedTuple):
-    """Tiles in shared memory: q, dout and dq by consumer, the others by stage."""
-
-    q: Pair
-    dout: gl.shared_memory_descriptor
-    k: Pair
-    v: gl.shared_memory_descriptor
-    k16: Pair  # in 16 bits, for the product with ds; equal to k if k has 16 bits
-    dq: Pair  # output of the epilogue
-    factors: Any  # in FP8, from `fp8.write_factors`
-
-
-class DqConsumerBarriers(NamedTuple):
-    """Barriers of the rings by the product that reads their tiles: of q and k, of dout and v, of ds and k in 16 bits.
-
-    In 16 bits, the first and the last are one ring; in FP8, the first two are. A barrier is None if another one covers its wait.
-    """
-
-    q_full: gl.shared_memory_descriptor  # barrier of q and dout
-    scores_full: gl.shared_memory_descriptor
-    dp_full: gl.shared_memory_descriptor
-    dp_empty: gl.shared_memory_descriptor
-    ds_full: Any
-    ds_empty: gl.shared_memory_descriptor
-    dq_full: gl.shared_memory_descriptor
-
-
-class DqRows(NamedTuple):
-    """The head of a block of queries, and a pointer to the statistics of its sequence."""
-
-    head: Head
-    statistics_ptr: gl.tensor
-
-
 @gluon.jit
 def consume_dq(
-    args,
-    operands: DqOperands,
-    barriers: DqConsumerBarriers,
+    args: DqArguments,
+    tiles: DqTiles,
+    barriers: DqBarriers,
     block: backward_blocks.Block,
     query_rows: DqRows,
     CONSUMER: gl.constexpr,
@@ -71,7 +34,7 @@ def consume_dq(
 ):
     b, h, len_q, large = block.b, block.h, block.sequence.len_q, block.large
     softmax_scale = args.scores.scale
-    DTYPE: gl.constexpr = operands.k16.first.dtype
+    DTYPE: gl.constexpr = tiles.k16.first.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
@@ -104,16 +67,16 @@ def consume_dq(
             index = pipeline.index(scores_stage)
             index16 = pipeline.index(ds_stage)
             pipeline.wait_full(barriers.scores_full, scores_stage)
-            raw_s = score_product(operands.q, consumer, operands.k, index, zeros, BLOCK_N, META)  # S = Q K^T
+            raw_s = score_product(tiles.q, consumer, tiles.k, index, zeros, BLOCK_N, META)  # S = Q K^T
             if not META.IS_FP8:  # in FP8, v is loaded with k
                 pipeline.wait_full(barriers.dp_full, dp_stage)
-            v0 = operands.v.index(pipeline.index(dp_stage)).reshape([BLOCK_N, V0])
+            v0 = tiles.v.index(pipeline.index(dp_stage)).reshape([BLOCK_N, V0])
             dp = warpgroup_mma(  # dP = dO V^T
-                operands.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True
+                tiles.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True
             )
             drawn = drawn_weights(draws, h, m_start, column, BLOCK_N, False, META)
-            s_factor = score_factor(operands.factors, index, COLUMNS, META)
-            dp_factor = dp_factor_of(operands.factors, index, COLUMNS, META)
+            s_factor = score_factor(tiles.factors, index, COLUMNS, META)
+            dp_factor = dp_factor_of(tiles.factors, index, COLUMNS, META)
             raw_s = warpgroup_mma_wait(1, deps=[raw_s])
             i, j = rows[:, None], columns[None, :]
             s, factor, cap_tanh, score = product_logits(raw_s, i, j, query_rows.head, softmax_scale, s_factor, MODS, META)
@@ -137,10 +100,10 @@ def consume_dq(
             dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + statistics.minus_delta[:, None])
             dscore = through_mods(dlogit, cap_tanh, score, i, j, query_rows.head, MODS, META)
             ds = gl.convert_layout(dscore.to(DTYPE), DS)
-            dq = warpgroup_mma(ds, operands.k16.first.index(index16).reshape([BLOCK_N, QK0]), dq, is_async=True)  # dQ += dS K
+            dq = warpgroup_mma(ds, tiles.k16.first.index(index16).reshape([BLOCK_N, QK0]), dq, is_async=True)  # dQ += dS K
             if QK1 > 0:
                 # dQ += dS K
-                dq1 = warpgroup_mma(ds, operands.k16.second.index(index16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
+                dq1 = warpgroup_mma(ds, tiles.k16.second.index(index16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
                 dq, dq1, ds = warpgroup_mma_wait(0, deps=[dq, dq1, ds])
             else:
                 dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
@@ -153,8 +116,8 @@ def consume_dq(
         if QK1 > 0:
             store_gradient(args.dq32, dq1 * softmax_scale, b, h, start_q, len_q, m_start, QK0)
     else:
-        operands.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))
+        tiles.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))
         if QK1 > 0:
-            operands.dq.second.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
+            tiles.dq.second.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dq_full.index(0), count=1)

@@ -1,14 +1,13 @@
 """Shared parts of the FP8 kernels for Hopper (sm_90): operands with their scales, transposed tiles, fp8 tiles packed by four.
 
 FP8 wgmma reads both operands along the summed dim, so the operand of a product with p or ds must be transposed: tiles of `BLOCK`
-tokens of one head, [d, BLOCK], which `quantize` writes. A tile has a special order of tokens: in each group of 16, the tokens 2t,
+tokens of one head, [d, BLOCK], which `fp8_passes` writes. A tile has a special order of tokens: in each group of 16, the tokens 2t,
 2t + 1, 8 + 2t, 9 + 2t for t = 0 .. 3. So the accumulator of one product, packed by four, is the operand of the next product without
 a shuffle.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -79,9 +78,9 @@ def transposed_blocks(batch: int, num_tokens: int, is_ragged: bool) -> int:
     return num_tokens // BLOCK.value + batch if is_ragged else batch * int(triton.cdiv(num_tokens, BLOCK.value))
 
 
-def empty_transposed(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+def empty_transposed(x: Tensor, batch: int) -> Tensor:
     """Returns memory [h, blocks, d, BLOCK] for x, [b, s, h, d] or [total, h, d] with `batch` sequences."""
-    return x.new_empty((x.shape[-2], transposed_blocks(batch, x.shape[-3], x.dim() == 3), x.shape[-1], BLOCK.value), dtype=dtype)
+    return x.new_empty((x.shape[-2], transposed_blocks(batch, x.shape[-3], x.dim() == 3), x.shape[-1], BLOCK.value))
 
 
 def transposed_descriptor(x: Tensor, width: int, tokens: int) -> TensorDescriptor:
@@ -98,14 +97,14 @@ def compute_here(x):
     gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
-def quads_assembly(to: str) -> str:
+def _quads_assembly(to: str) -> str:
     """Returns PTX that packs four fp32 numbers as "e4m3" or "e5m2", the first lowest; too large numbers saturate."""
     cvt = f"cvt.rn.satfinite.{to}x2.f32"
     return "{ .reg .b16 a, b; " + f"{cvt} a, $2, $1; {cvt} b, $4, $3; " + "mov.b32 $0, {a, b}; }"
 
 
-_E4M3 = gl.constexpr(quads_assembly("e4m3"))
-_E5M2 = gl.constexpr(quads_assembly("e5m2"))
+_E4M3 = gl.constexpr(_quads_assembly("e4m3"))
+_E5M2 = gl.constexpr(_quads_assembly("e5m2"))
 
 
 # Packs fp32 [ROWS, COLUMNS] to int32 [ROWS, COLUMNS // 4], four fp8 each, in the token order of the transposed tiles.

@@ -8,7 +8,6 @@ computes dq and one dk and dv, each bitwise repeatable, for head dims up to 256.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -16,70 +15,44 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flexattn.kernels_triton.common.exponents import LOG2E
-from flexattn.kernels_triton.common.heads import head_of
-from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
-from flexattn.kernels_triton.common.tile_schedule import zero_padding_of_gradients
-from flexattn.kernels_triton.common.tiles import split_head_dim
+from flexattn.kernels_triton.common.tiles import HopperBackwardTile
 from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
-from flexattn.kernels_triton.gluon.backward_launch import shared_arguments
+from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
-from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import descales_of
-from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, ragged_descriptor, step_of, store_rows
+from flexattn.kernels_triton.gluon.conditions import backward_unsupported_block_mask
+from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, store_rows
 from flexattn.kernels_triton.gluon.fp8_operands import load_descale
-from flexattn.kernels_triton.gluon.fp32_gradients import add_parts, fp32_rows, in_parts
-from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
-from flexattn.kernels_triton.gluon.pairs import (
-    Pair,
-    allocate_pair,
-    load_head,
-    load_pair,
-    origin_of,
-    origin_of_head,
-    pair_bytes,
-    pair_descriptor,
-    store_pair,
-)
-from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
+from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.gluon.pairs import load_head, load_pair, origin_of, origin_of_head, pair_bytes, store_pair
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.gluon.work_order import backward_work, head_parts
 from flexattn.kernels_triton.hopper.backward_arguments import (
     DkdvArguments,
+    DkdvBarriers,
     DkdvOrigins,
+    DkdvTiles,
     DqArguments,
-    DqDescriptors,
+    DqBarriers,
     DqOrigins,
-    DqSteps,
+    DqTiles,
 )
-from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
-from flexattn.kernels_triton.hopper.dkdv_consumer import DkdvConsumerBarriers, DkdvOperands, consume_dkdv
-from flexattn.kernels_triton.hopper.dkdv_loader import arguments_of_dkdv
-from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
-from flexattn.kernels_triton.hopper.fp8 import allocate_factors, write_factors
-from flexattn.kernels_triton.hopper.fp8_backward_operands import copies_in_16_bits, unsupported_operands
-from flexattn.kernels_triton.runtime.device import Tile
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+from flexattn.kernels_triton.hopper.backward_launch import Stages, launch_two_kernels
+from flexattn.kernels_triton.hopper.backward_memory import allocate_dkdv, allocate_dq, rows_of_program
+from flexattn.kernels_triton.hopper.dkdv_consumer import consume_dkdv
+from flexattn.kernels_triton.hopper.dq_consumer import consume_dq
+from flexattn.kernels_triton.hopper.fp8 import write_factors
+from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
+from flexattn.kernels_triton.runtime.launch import hopper_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8BackwardTile:
-    """A tile of the FP8 two-kernel backward on sm_90, like `HopperBackwardTile`; no other tile was timed."""
+class Fp8BackwardTile(HopperBackwardTile):
+    """A tile of the FP8 two-kernel backward on sm_90; no other tile was timed."""
 
-    head_dim_qk: int
-    head_dim_v: int
-    block_n: int  # keys of an iteration of dq
     dq_stages: tuple[int, int] = (2, 2)  # in shared memory: of k and v in FP8, and of k in 16 bits
-    block_m: int  # queries of an iteration of dk and dv
     # Stages of q and dout in FP8, then of dout and of q in 16 bits; the last two differ only if columns are split.
     dkdv_stages: tuple[int, int, int] = (2, 2, 2)
-    splits_columns: bool = False  # the warpgroups split columns of dk and dv: a program has 64 keys instead of 128
-
-    @property
-    def keys(self) -> int:
-        """Number of keys of a program of dk and dv."""
-        return 64 if self.splits_columns else 128
 
 
 # With 128 keys, or at head dim 128 with 64 queries, modified scores would lack registers, and a block mask may have smaller blocks.
@@ -95,9 +68,7 @@ FP8_BACKWARD = (
 
 
 @gluon.jit
-def _dq_load(
-    args: DqArguments, tiles: DqOperands, barriers: DqConsumerBarriers, block: Block, origins: DqOrigins, META: gl.constexpr
-):
+def _dq_load(args: DqArguments, tiles: DqTiles, barriers: DqBarriers, block: Block, origins: DqOrigins, META: gl.constexpr):
     descriptors = args.descriptors
     first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
     len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
@@ -142,34 +113,9 @@ def _dq_load(
 
 @hopper_kernel
 def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: gl.constexpr):
-    STAGES: gl.constexpr = META.STAGES_SCORES
-    STAGES16: gl.constexpr = META.STAGES_DS
-    descriptors, steps = args.descriptors, args.steps
-    q_tiles = allocate_pair(2, descriptors.q, META)
-    k_tiles = allocate_pair(STAGES, descriptors.k, META)
-    k16_tiles = allocate_pair(STAGES16, descriptors.k16, META)
-    dq_tiles = k16_tiles
-    if not META.SHARES_TILES and args.dq32.ptr is None:
-        dq_tiles = allocate_pair(2, descriptors.dq, META)
-    tiles = DqOperands(
-        q=q_tiles,
-        k=k_tiles,
-        k16=k16_tiles,
-        dq=dq_tiles,
-        dout=allocate_tiles(2, descriptors.dout),
-        v=allocate_tiles(STAGES, descriptors.v),
-        factors=allocate_factors(STAGES),
-    )
-    barriers = DqConsumerBarriers(
-        q_full=allocate_barriers(1, 1),
-        scores_full=allocate_barriers(STAGES, 1),
-        dp_full=None,
-        dp_empty=allocate_barriers(STAGES, 2),
-        ds_full=allocate_barriers(STAGES16, 1),
-        ds_empty=allocate_barriers(STAGES16, 2),
-        dq_full=allocate_barriers(1, 2),
-    )
-    block = query_block_of_program(args, META)
+    steps = args.steps
+    tiles, barriers = allocate_dq(args, META)
+    block, rows = rows_of_program(args, MODS, META)
     sequence, b, h, h_kv = block.sequence, block.b, block.h, block.h_kv
     origins = DqOrigins(
         q=origin_of(steps.q, sequence.start_q, h, b),
@@ -178,10 +124,6 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
         k16=origin_of(steps.k16, sequence.start_kv, h_kv, b),
         v=origin_of(steps.v, sequence.start_kv, h_kv, b),
         dq=origin_of(steps.dq, sequence.start_q, h, b),
-    )
-    rows = DqRows(
-        head=head_of(args.scores, b, h, sequence.len_q, sequence.len_kv, block.band.shift, MODS, META),
-        statistics_ptr=statistics_of_block(args, block, META),
     )
     gl.warp_specialize(
         [
@@ -196,7 +138,7 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
 
 @gluon.jit
 def _dkdv_load(
-    args: DkdvArguments, tiles: DkdvOperands, barriers: DkdvConsumerBarriers, block: Block, origins: DkdvOrigins, META: gl.constexpr
+    args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, block: Block, origins: DkdvOrigins, META: gl.constexpr
 ):
     descriptors = args.descriptors
     first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
@@ -258,41 +200,8 @@ def _dkdv_load(
 
 @hopper_kernel
 def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, META: gl.constexpr):
-    STAGES: gl.constexpr = META.STAGES_SCORES
-    STAGES16: gl.constexpr = META.STAGES_P
-    BLOCK_M: gl.constexpr = META.BLOCK_M
-    PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
-    descriptors, steps = args.descriptors, args.steps
-    DTYPE: gl.constexpr = descriptors.dout16.dtype
-    q_tiles = allocate_pair(STAGES, descriptors.q, META)
-    q16_tiles = allocate_pair(META.STAGES_DS, descriptors.q16, META)
-    k_tiles = allocate_pair(PARTS, descriptors.k, META)
-    dout_tiles = allocate_tiles(STAGES, descriptors.dout)
-    dout16_tiles = allocate_tiles(STAGES16, descriptors.dout16)
-    v_tiles = allocate_tiles(PARTS, descriptors.v)
-    dk_tiles, dv_tiles = q16_tiles, dout16_tiles
-    if not META.SHARES_TILES and args.dk32.ptr is None:
-        dk_tiles = allocate_pair(PARTS, descriptors.dk, META)
-        dv_tiles = allocate_tiles(PARTS, descriptors.dv)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], descriptors.statistics.layout)
-    factors = allocate_factors(STAGES)
-    full16 = allocate_barriers(STAGES16, 1)
-    empty16 = allocate_barriers(STAGES16, 2)
-    q16_full, q16_empty = full16, empty16
-    if META.SPLITS_COLUMNS:
-        q16_full = allocate_barriers(META.STAGES_DS, 1)
-        q16_empty = allocate_barriers(META.STAGES_DS, 2)
-    barriers = DkdvConsumerBarriers(
-        scores_full=allocate_barriers(STAGES, 1),
-        dp_full=None,
-        dp_empty=allocate_barriers(STAGES, 2),
-        p_full=full16,
-        p_empty=empty16,
-        ds_full=q16_full,
-        ds_empty=q16_empty,
-        kv_full=allocate_barriers(1, 1),
-        dkdv_full=allocate_barriers(1, 2),
-    )
+    steps = args.steps
+    tiles, barriers = allocate_dkdv(args, META)
     block = key_block_of_program(args, META)
     sequence, b, h, h_kv = block.sequence, block.b, block.h, block.h_kv
     origins = DkdvOrigins(
@@ -304,25 +213,6 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
         v=origin_of(steps.v, sequence.start_kv, h_kv, b),
         dk=origin_of(steps.dk, sequence.start_kv, h_kv, b),
         dv=origin_of(steps.dv, sequence.start_kv, h_kv, b),
-    )
-    p_tiles, ds_tiles = factors, factors  # never used
-    if META.SPLITS_COLUMNS:
-        EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M // 2], DTYPE)
-        p_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M // 2], EXCHANGE)
-        ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M // 2], EXCHANGE)
-    tiles = DkdvOperands(
-        q=q_tiles,
-        q16=q16_tiles,
-        k=k_tiles,
-        dk=dk_tiles,
-        dout=dout_tiles,
-        dout16=dout16_tiles,
-        v=v_tiles,
-        dv=dv_tiles,
-        statistics=statistics_tiles,
-        factors=factors,
-        p=p_tiles,
-        ds=ds_tiles,
     )
     gl.warp_specialize(
         [
@@ -354,63 +244,8 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 
 def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     """Launches the FP8 two-kernel backward of a call that is not `unsupported`; for the arguments see `fp8_fused_backward`."""
-    x, dout, dq = call.problem, call.dout, call.dq
-    tile = tile or tile_of(x)
-    widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m
-    constants = partial(backward_meta, x, widths=widths, v0=v0, statistics=size)
-    tiled = tiled_statistics(call, size)
-    shared = shared_arguments(x, tiled) | {"descales": descales_of(x), "dropout": None}
-    q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype)
-    dq32 = fp32_rows(dq)
-
-    def pair(x: Tensor, rows: int) -> Pair:
-        return pair_descriptor(x, rows, widths)
-
-    # As in the 16-bit backward: k in both forms and v for dq, q and dout in both for dk and dv.
-    dq_work, programs = backward_work(x, QUERIES, "q", x.longest_kv * (3 * sum(widths) + v0))
-    dq_arguments = DqArguments(
-        descriptors=DqDescriptors(
-            q=pair(x.q, 64),
-            k=pair(x.k, tile.block_n),
-            k16=pair(k16, tile.block_n),
-            dq=pair(dq, 64) if dq32 is None else None,
-            dout=ragged_descriptor(dout, 64, v0),
-            v=ragged_descriptor(x.v, tile.block_n, v0),
-        ),
-        statistics_ptr=tiled.statistics,
-        work=dq_work,
-        steps=DqSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), k16=step_of(k16), v=step_of(x.v), dq=step_of(dq)),
-        lists=x.lists("kv"),
-        dq32=dq32,
-        **shared,
-    )
-    stages, stages16 = tile.dq_stages
-    dq_meta = constants(
-        (QUERIES, tile.block_n),
-        Stages(scores=stages, dp=stages, p=0, ds=stages16),
-        shares_tiles=tile.block_n == ROWS.value and stages16 >= 2,
-    )
-    dq_tile = Tile(QUERIES, tile.block_n, 4, 2)
-    launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, dq_tile, (dq_arguments, x.mods, dq_meta))
-    parts = head_parts(x, tile.keys)
-    call_in_parts = in_parts(call, parts)
-    dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 6 * (sum(widths) + v0), parts=parts)
-    dkdv_arguments = arguments_of_dkdv(call_in_parts, tiled, dkdv_work, (size, widths, v0))
-    descriptors, steps = dkdv_arguments.descriptors, dkdv_arguments.steps
-    dkdv_arguments = dkdv_arguments._replace(
-        descriptors=descriptors._replace(q16=pair(q16, size), dout16=ragged_descriptor(dout16, size, v0)),
-        steps=steps._replace(q16=step_of(q16), dout16=step_of(dout16)),
-        descales=shared["descales"],
-        dropout=None,
-    )
-    stages, dout16_stages, q16_stages = tile.dkdv_stages
-    dkdv_meta = constants(
-        (size, tile.keys),
-        Stages(scores=stages, dp=stages, p=dout16_stages, ds=q16_stages),
-        shares_tiles=size == ROWS.value and (tile.splits_columns or min(dout16_stages, q16_stages) >= 2),
-        splits_columns=tile.splits_columns,
-    )
-    dkdv_tile = Tile(size, tile.keys, 4, 2)
-    launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, dkdv_tile, (dkdv_arguments, x.mods, dkdv_meta))
-    add_parts(call, call_in_parts, parts)
-    zero_padding_of_gradients(call)
+    tile = tile or tile_of(call.problem)
+    k, k16 = tile.dq_stages
+    q, dout16, q16 = tile.dkdv_stages
+    dq_stages, dkdv_stages = Stages(scores=k, dp=k, p=0, ds=k16), Stages(scores=q, dp=q, p=dout16, ds=q16)
+    launch_two_kernels((_attn_bwd_dq_fp8_hopper_kernel, _attn_bwd_dkdv_fp8_hopper_kernel), call, tile, dq_stages, dkdv_stages)

@@ -34,10 +34,10 @@ from flexattn.kernels_triton.gluon.pairs import Origin, load_head, origin_of
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries, num_parts
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
+from flexattn.kernels_triton.hopper.backward_launch import launch_fused
 from flexattn.kernels_triton.hopper.fp8 import write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
 from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
-from flexattn.kernels_triton.hopper.fused_launch import launch_fused
 from flexattn.kernels_triton.hopper.fused_memory import allocate_fused
 from flexattn.kernels_triton.runtime.launch import hopper_kernel
 

@@ -12,7 +12,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.gluon.conditions import KEYS, unsupported_statistics, unsupported_values
 from flexattn.kernels_triton.gluon.descales import Scale, scale_error, scales_of
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error, readable
-from flexattn.kernels_triton.hopper.quantize import dequantize
+from flexattn.kernels_triton.hopper.fp8_passes import dequantize
 
 
 def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -395,7 +395,7 @@ def hopper_fp8_forward(
     """Launches the FP8 forward of a call that is not `unsupported`.
 
     problem: q and k in FP8; only the shape of its v is read.
-    v_transposed: [h_kv, blocks, d_v, BLOCK], from `quantize`.
+    v_transposed: [h_kv, blocks, d_v, BLOCK], from `fp8_passes.transpose`.
     scales: of q, k and v.
     out: bf16 or fp16, [.., h, d_v], any layout.
     """

@@ -30,7 +30,7 @@ from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles
+from flexattn.kernels_triton.hopper.backward_arguments import DkdvBarriers, DkdvTiles
 from flexattn.kernels_triton.hopper.fp8 import product_logits
 from flexattn.kernels_triton.hopper.products import product_layout, score_product, zero_rows
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
@@ -185,9 +185,9 @@ def consume_fused_192(
         q1_tile = loaded.q.second.index(index).reshape([BLOCK_M, QK1])
         dout_tile = loaded.dout.index(index).reshape([BLOCK_M, V0])
         statistics = loaded.statistics.index(index)
-        pipeline.wait_full(barriers.q_full, q_stage)
+        pipeline.wait_full(barriers.scores_full, q_stage)
         raw_s = score_product(loaded.k, k_slot, loaded.q, index, zeros, BLOCK_M, META)  # S = K Q^T
-        pipeline.wait_full(barriers.dout_full, Stage(m_block, META.STAGES_DP))
+        pipeline.wait_full(barriers.dp_full, Stage(m_block, META.STAGES_DP))
         dp = _begin_dp(consumer_v, dout_tile.slice(0, HALF, 0), loaded, k_slot, index, 0, half_zeros, META)  # dP = V dO^T
         raw_s = warpgroup_mma_wait(PARTS, deps=[raw_s])
         head = head_at(position, values, block, scores, META)
@@ -231,7 +231,7 @@ def consume_fused_192(
         named.announce_written(current, CONSUMER)
         dq = _dq_product(tiles, last, False, CONSUMER, META)  # dQ = dS^T K, of the last block
         dv, dv1, dk, dk1 = _wait_for_sums(dv, dv1, dk, dk1, p16, ds16, META)
-        pipeline.release(barriers.q_empty, q_stage)
+        pipeline.release(barriers.ds_empty, q_stage)
         dq = warpgroup_mma_wait(0, deps=[dq])
         if has_next:
             named.announce_read(last, CONSUMER)

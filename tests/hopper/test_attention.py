@@ -31,7 +31,7 @@ from flexattn.kernels_triton.gluon.work_order import query_heads_per_l2_section,
 from flexattn.kernels_triton.hopper import backward as backward_kernels
 from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
 from flexattn.kernels_triton.hopper import backward_fused_192 as fused_192_kernels
-from flexattn.kernels_triton.hopper import conditions, fused_launch
+from flexattn.kernels_triton.hopper import backward_launch, conditions
 from flexattn.kernels_triton.hopper import forward as forward_kernels
 from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
@@ -584,7 +584,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    for module in (forward_launch, backward_kernels, fused_launch, fused_192_kernels, dq_conversion, statistics):
+    for module in (forward_launch, backward_launch, fused_192_kernels, dq_conversion, statistics):
         monkeypatch.setattr(module, "launch", noted)
     return seen
 

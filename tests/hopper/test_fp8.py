@@ -1,4 +1,4 @@
-"""FP8 on sm_90: the quantisation pass, the gates of the compiled kernels, and the kernels on such a GPU."""
+"""FP8 on sm_90: the passes over tensors, the gates of the compiled kernels, and the kernels on such a GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.gluon.descales import Scale
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
-from flexattn.kernels_triton.hopper import quantize as hopper_fp8_quantize
 from flexattn.kernels_triton.hopper.fp8 import empty_transposed
 from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward, select_fp8_tile
-from flexattn.kernels_triton.hopper.quantize import dequantize, quantize
+from flexattn.kernels_triton.hopper.fp8_passes import dequantize, transpose
 from flexattn.kernels_triton.runtime.device import capability_of
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
@@ -29,7 +28,6 @@ from tests.support.compiled_kernels import TRITON, check_loops, compile_sound
 from tests.support.hopper_fp8_calls import (
     E4M3,
     E5M2,
-    LARGEST,
     backward_of,
     call_on,
     check_backward,
@@ -60,7 +58,7 @@ from tests.support.hopper_fp8_calls import (
     ],
     ids=["thd", "thd in reverse", "bshd", "sbhd", "bhsd"],
 )
-def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: str) -> None:
+def test_transpose_and_dequantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: str) -> None:
     dtype = E5M2 if granularity == "head" else E4M3
     given = make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64, device=device)
     problem = triton_backend.to_problem(*make_call(given))
@@ -69,13 +67,11 @@ def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: st
         host = triton_backend.to_problem(*make_call(given_in_half))
         wanted = quantise(host, side, host.q if side == "q" else host.v, granularity, dtype)
         scale = wanted.scale._replace(descale=wanted.scale.descale.to(device))
-        rows = torch.full(x.shape, 7.0, device=device).to(dtype)
-        tiles = empty_transposed(x, problem.batch, dtype)
-        quantize(problem, side, x, scale, rows, tiles)
+        rows = torch.empty_like(x, dtype=dtype).copy_(wanted.values)
+        tiles = torch.zeros_like(empty_transposed(rows, problem.batch).view(torch.uint8)).view(dtype)
+        transpose(problem, side, rows, tiles)
         expected = transposed(host, side, wanted.values).view(torch.uint8)
-        for b, start, length in spans(problem, side):
-            got = rows_of(rows, b, start, length).view(torch.uint8).cpu()
-            assert got.equal(rows_of(wanted.values, b, start, length).view(torch.uint8))
+        for b, _, length in spans(problem, side):
             first = first_transposed(problem, side, b)
             blocks = slice(first, first + -(-length // 128))
             assert tiles.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
@@ -83,25 +79,6 @@ def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: st
             half = dequantize(problem, side, rows, scale, torch.full_like(rows, 7.0, dtype=torch.bfloat16))
             for b, start, length in spans(problem, side):
                 assert rows_of(half, b, start, length).cpu().equal(rows_of(wanted.stands_for, b, start, length).to(torch.bfloat16))
-        again = torch.zeros_like(tiles.view(torch.uint8)).view(dtype)
-        quantize(problem, side, rows, scale, transposed=again)
-        for b, _, length in spans(problem, side):
-            first = first_transposed(problem, side, b)
-            blocks = slice(first, first + -(-length // 128))
-            assert again.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-def test_what_is_not_finite_becomes_nan_and_the_rest_saturates(dtype: torch.dtype, device: str) -> None:
-    x = torch.zeros(1, 16, 1, 16, device=device)
-    x[0, 0, 0, :4] = torch.tensor([1e6, -1e6, float("inf"), float("nan")])
-    problem = triton_backend.to_problem(*make_call(make_inputs(lengths_q=[16], num_heads=1, num_heads_kv=1, device=device)))
-    scale = quantise(problem, "q", torch.zeros(1, 16, 1, 16), "tensor", dtype).scale
-    rows = torch.empty(x.shape, dtype=dtype, device=device)
-    quantize(problem, "q", x, scale._replace(descale=scale.descale.to(device)), rows)
-    assert rows[0, 0, 0, :2].float().tolist() == [LARGEST[dtype], -LARGEST[dtype]]
-    assert rows[0, 0, 0, 2:4].float().isnan().all()
-    assert not rows.view(torch.uint8)[0, 1:].any()
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -138,7 +115,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     """The kernels' launches by name, as on the device."""
     call, scale = call_to_compile(head_dims, FEATURES[features], features == "everything")
     problem = call.problem
-    v_transposed = empty_transposed(problem.v, 2, E4M3)
+    v_transposed = empty_transposed(problem.v, 2)
     with recorded_launches() as launches:
         hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), call.out, call.lse)
         if max(head_dims) <= 128:
@@ -146,7 +123,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
                 dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (call.dq, call.dk, call.dv))
                 tile = replace(hopper_fp8_fused.tile_of(problem), is_persistent=is_persistent)
                 hopper_fp8_fused.fp8_fused_backward(call._replace(dq=dq, dk=dk, dv=dv), tile)
-        quantize(problem, "kv", call.dv, scale, problem.v, v_transposed)
+        transpose(problem, "kv", problem.v, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
     forms = iter(FUSED)
     names = [next(forms) if name == "fused_fp8" else name for name in names]
@@ -266,9 +243,8 @@ def test_every_row_compiled() -> None:
 
 
 @pytest.mark.exhaustive
-def test_quantisation_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_fp8_quantize, "INTERPRETED", False)  # its casts differ from a GPU's
-    requests = [request_for(launches_of((dim, dim), "everything")["_quantize_kernel"], 90) for dim in (64, 96, 128, 256)]
+def test_transposition_compiled() -> None:
+    requests = [request_for(launches_of((dim, dim), "everything")["_transpose_fp8_kernel"], 90) for dim in (64, 96, 128, 256)]
     assert not any(report.spill_store_bytes for report in compile_sound(requests))
 
 

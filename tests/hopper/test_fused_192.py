@@ -207,8 +207,8 @@ def test_twenty_schedules() -> None:
 
 
 FAULTS: dict[str, tuple[Any, inject.Fault]] = {
-    "q is read before it has come": (fused_192_consumer, drop("wait(q_full)")),
-    "dout is read before it has come": (fused_192_consumer, drop("wait(dout_full)")),
+    "q is read before it has come": (fused_192_consumer, drop("wait(scores_full)")),
+    "dout is read before it has come": (fused_192_consumer, drop("wait(dp_full)")),
     "k is read before it has come": (fused_192_consumer, drop("mbarrier.wait(kv_full)")),
     "dq is summed before the other half of ds is there": (
         fused_192_consumer,
@@ -234,9 +234,9 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
     "k is overwritten while the other warpgroup multiplies by it": (fused_192_consumer, drop("named_barrier_sync(LAST)")),
     "q is released before dk has read it": (
         fused_192_consumer,
-        move("release(q_empty)", before="_wait_for_sums(dk)", within="consume_fused_192", nth_there=1),
+        move("release(ds_empty)", before="_wait_for_sums(dk)", within="consume_fused_192", nth_there=1),
     ),
-    "the loader waits for the wrong phase of q": (dkdv_loader, wrong_phase("wait(q_empty)")),
+    "the loader waits for the wrong phase of q": (dkdv_loader, wrong_phase("wait(ds_empty)")),
 }
 
 

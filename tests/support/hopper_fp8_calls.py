@@ -87,11 +87,11 @@ def quantise(problem: Problem, side: str, x: torch.Tensor, granularity: Granular
 
 
 def transposed(problem: Problem, side: str, values: torch.Tensor) -> torch.Tensor:
-    """Tensor that `hopper_fp8_quantize` writes: [h, blocks, d, BLOCK], tokens in order within each 16 of 2t, 2t + 1, 8 + 2t, 9
+    """Tensor that `fp8_passes.transpose` writes: [h, blocks, d, BLOCK], tokens in order within each 16 of 2t, 2t + 1, 8 + 2t, 9
     + 2t.
     """
     block = BLOCK.value
-    out = torch.full(empty_transposed(values, problem.batch, values.dtype).shape, float("nan"))
+    out = torch.full(empty_transposed(values, problem.batch).shape, float("nan"))
     order = torch.arange(block).view(-1, 2, 4, 2).transpose(1, 2).reshape(-1)
     for b, start, length in spans(problem, side):
         first = first_transposed(problem, side, b)
