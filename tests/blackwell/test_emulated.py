@@ -18,7 +18,7 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.functional import bind_call
-from flexattn.kernels_triton.blackwell import conditions, consumer, products
+from flexattn.kernels_triton.blackwell import conditions
 from flexattn.kernels_triton.blackwell import forward as blackwell_forward
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.runtime.device import pretended_device
@@ -191,43 +191,43 @@ def test_pages(page_size: int) -> None:
 
 
 FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
-    "weights are multiplied before they are there": (products, drop("wait(weights_full)")),
-    "weights are multiplied without a fence": (products, drop("fence_after_sync()")),
-    "v is multiplied before it has come": (products, drop("wait(v_full)")),
-    "k is multiplied before it has come": (products, drop("wait(k_full)")),
-    "q is multiplied before it has come": (products, drop("wait(q_full)")),
-    "q is released twice": (products, with_argument("mbarrier.arrive(q_empty)", "pred", "True")),
-    "nobody hears of scores": (products, drop("tcgen05_commit(scores_full)")),
-    "nobody hears of out": (products, drop("tcgen05_commit(out_full)")),
+    "weights are multiplied before they are there": (blackwell_forward, drop("wait(weights_full)")),
+    "weights are multiplied without a fence": (blackwell_forward, drop("fence_after_sync()", within="_add_product_with_v")),
+    "v is multiplied before it has come": (blackwell_forward, drop("wait(v_full)")),
+    "k is multiplied before it has come": (blackwell_forward, drop("wait(k_full)")),
+    "q is multiplied before it has come": (blackwell_forward, drop("wait(q_full)")),
+    "q is released twice": (blackwell_forward, with_argument("mbarrier.arrive(q_empty)", "pred", "True")),
+    "nobody hears of scores": (blackwell_forward, drop("tcgen05_commit(scores_full)")),
+    "nobody hears of out": (blackwell_forward, drop("tcgen05_commit(out_full)")),
     "scores take the place of weights that have yet to be multiplied": (
-        products,
+        blackwell_forward,
         move("_issue_scores()", before="_add_product_with_v()"),
     ),
-    "out begins with what another tile left": (products, with_argument("tcgen05_mma(weights)", "use_acc", "True")),
-    "out is each block's anew": (products, with_argument("tcgen05_mma(weights)", "use_acc", "False")),
+    "out begins with what another tile left": (blackwell_forward, with_argument("tcgen05_mma(weights)", "use_acc", "True")),
+    "out is each block's anew": (blackwell_forward, with_argument("tcgen05_mma(weights)", "use_acc", "False")),
     "a stage of k is released before its products": (
-        products,
+        blackwell_forward,
         move("tcgen05_commit(k_empty)", before="_issue_scores()", within="product_partition"),
     ),
     "a stage of k is released by the warp and not by its products": (
-        products,
+        blackwell_forward,
         inject.call_instead("tcgen05_commit(k_empty)", "mbarrier.arrive"),
     ),
-    "the program ends under a commit": (products, drop("wait(v_empty)")),
-    "scores are read before they are there": (consumer, drop("wait(scores_full)")),
-    "scores are read without a fence": (consumer, drop("fence_after_sync()", within="_take_block")),
-    "scores are waited for in another phase": (consumer, wrong_phase("wait(scores_full)")),
-    "weights are left without a fence": (consumer, drop("fence_before_sync()")),
+    "the program ends under a commit": (blackwell_forward, drop("wait(v_empty)")),
+    "scores are read before they are there": (blackwell_forward, drop("wait(scores_full)")),
+    "scores are read without a fence": (blackwell_forward, drop("fence_after_sync()", within="_take_block")),
+    "scores are waited for in another phase": (blackwell_forward, wrong_phase("wait(scores_full)")),
+    "weights are left without a fence": (blackwell_forward, drop("fence_before_sync()")),
     "weights are released before out is rescaled": (
-        consumer,
+        blackwell_forward,
         move("arrive(weights_full)", before="_rescale_out()", within="_take_block"),
     ),
-    "out is read before it is there": (consumer, drop("wait(out_full)")),
-    "out is read without a fence": (consumer, drop("fence_after_sync()", within="compute_partition")),
-    "out is stored without a fence": (consumer, drop("fence_async_shared()")),
-    "out is overwritten before its store has read it": (consumer, drop("tma.store_wait()", within="_store_out")),
-    "the program ends under a store": (consumer, drop("tma.store_wait()", within="compute_partition")),
-    "out is not rescaled": (consumer, drop("_rescale_out()")),
+    "out is read before it is there": (blackwell_forward, drop("wait(out_full)")),
+    "out is read without a fence": (blackwell_forward, drop("fence_after_sync()", within="compute_partition")),
+    "out is stored without a fence": (blackwell_forward, drop("fence_async_shared()")),
+    "out is overwritten before its store has read it": (blackwell_forward, drop("tma.store_wait()", within="_store_out")),
+    "the program ends under a store": (blackwell_forward, drop("tma.store_wait()", within="compute_partition")),
+    "out is not rescaled": (blackwell_forward, drop("_rescale_out()")),
     "a work tile's slot is free before the products' warp has read it": (
         blackwell_forward,
         with_argument("allocate_forward_barriers(1, CONSUMERS + 1, META)", 1, "CONSUMERS"),
