@@ -40,7 +40,7 @@ from flexattn.kernels_triton.gluon.descriptors import store_rows
 from flexattn.kernels_triton.gluon.dropout import dropout_state, kept_by_calls, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
-from flexattn.kernels_triton.gluon.forward_partition import load_partition
+from flexattn.kernels_triton.gluon.forward_loader import load_partition
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,

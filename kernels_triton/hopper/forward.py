@@ -25,7 +25,7 @@ from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_b
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Outputs, launch_forward
-from flexattn.kernels_triton.gluon.forward_partition import load_partition
+from flexattn.kernels_triton.gluon.forward_loader import load_partition
 from flexattn.kernels_triton.gluon.forward_work import Span, received_tile, unmasked_blocks
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair

@@ -29,7 +29,7 @@ from flexattn.kernels_triton.gluon.descales import Descales, Scale, scale_error,
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, descriptor_error, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Cut, Descriptors, Results, Steps, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import SplitKeys, forward_arguments, forward_meta
-from flexattn.kernels_triton.gluon.forward_partition import load_partition
+from flexattn.kernels_triton.gluon.forward_loader import load_partition
 from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads, sink_of_rows, statistics_row, store_lse
 from flexattn.kernels_triton.gluon.forward_work import Span, received_tile, unmasked_blocks
 from flexattn.kernels_triton.gluon.fp8_operands import P_SCALE, P_SHIFT, load_descale

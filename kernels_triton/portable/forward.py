@@ -38,9 +38,45 @@ from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, 
 from flexattn.kernels_triton.common.split_ranges import part_row, range_of_blocks, range_of_split, share_of_split
 from flexattn.kernels_triton.common.tile_memory import StoredRows, load_parts, load_tile, store_parts, zero_parts
 from flexattn.kernels_triton.common.tiles import FORWARD, slots_of_heads
-from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
+
+
+# Returns the query of each row of a forward's tile.
+@triton.jit
+def queries_of_tile(first_row, META: tl.constexpr):
+    rows = tl.arange(0, META.BLOCK_M)
+    if META.GROUP > 1:
+        rows = rows // META.GROUP
+    return first_row + rows
+
+
+# Returns the head of each row of a forward's tile, or one head for all rows.
+@triton.jit
+def heads_of_tile(h, META: tl.constexpr):
+    if META.GROUP > 1:
+        return h + _head_in_tile(META)
+    else:
+        return h
+
+
+# Rows that belong to no head repeat the last head: the same numbers, written to the same addresses.
+@triton.jit
+def _head_in_tile(META: tl.constexpr):
+    head = tl.arange(0, META.BLOCK_M) % META.GROUP
+    if META.HEADS < META.GROUP:
+        head = tl.minimum(head, META.HEADS - 1)
+    return head
+
+
+# Returns the offsets of the rows of a forward's tile from its first query and head.
+@triton.jit
+def offsets_of_tile(x, META: tl.constexpr):
+    if META.GROUP > 1:
+        rows = tl.arange(0, META.BLOCK_M).to(tl.int64)
+        return (rows // META.GROUP * x.stride_s + _head_in_tile(META).to(tl.int64) * x.stride_h) * META.ALIGN
+    else:
+        return row_steps(x.stride_s, META.BLOCK_M, META)[1]
 
 
 class Arguments(NamedTuple):

@@ -23,8 +23,8 @@ from flexattn.kernels_triton.common import tiles as configs
 from flexattn.kernels_triton.common.problem import Backward, BlockLists, Problem
 from flexattn.kernels_triton.common.tiles import select_tile, split_head_dim
 from flexattn.kernels_triton.portable.backward import attention_backward
-from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
 from flexattn.kernels_triton.portable.forward import attention_forward
+from flexattn.kernels_triton.portable.score_gradients import bias_gradient
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from tests.support.compiled_kernels import compile_beside, compile_sound

@@ -26,7 +26,6 @@ from flexattn.kernels_triton.gluon import (
     dq_parts,
     dq_sums,
     forward_loader,
-    forward_partition,
     fused_loader,
     tile_scheduler,
     work_order,
@@ -382,9 +381,12 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         hopper_forward,
         move("arrive(q_empty)", before="score_product()", within="_run"),
     ),
-    "forward: the loader waits for the wrong phase of k": (forward_loader, wrong_phase("wait(k_empty)")),
+    "forward: the loader waits for the wrong phase of k": (forward_loader, wrong_phase("wait(k_empty)", within="load_keys")),
     "forward: a tile is received before it was broadcast": (tile_scheduler, drop("wait(tile_full)")),
-    "forward: too few bytes are expected of v": (forward_partition, with_argument("mbarrier.expect(full)", 1, "{} // 2")),
+    "forward: too few bytes are expected of v": (
+        forward_loader,
+        with_argument("mbarrier.expect(full)", 1, "{} // 2", within="load_partition"),
+    ),
     "dq: k is read before it has come": (dq_consumer, drop("wait(scores_full)")),
     "dq: k is released before dq has read it": (
         dq_consumer,

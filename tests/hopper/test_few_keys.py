@@ -159,7 +159,7 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
     "q is read before it has come": (few_keys, drop("mbarrier.wait(q_full)")),
     "k is read before it has come": (few_keys, drop("wait_full(k_full)")),
     "v is read before it has come": (few_keys, drop("wait_full(v_full)")),
-    "k is overwritten while it is read": (forward_loader, drop("wait_empty(k_empty)")),
+    "k is overwritten while it is read": (forward_loader, drop("wait_empty(k_empty)", within="load_keys")),
     "v's second part has the columns of the first": (few_keys, with_argument("load_rows(descriptors.v1)", 5, "0")),
     "the last keys count as the first ones": (few_keys, with_argument("_visible_scores(s1)", 1, "0")),
     "the last keys have the values of the first ones": (few_keys, with_argument("_begin_values(weights1)", 3, "0")),

@@ -24,7 +24,7 @@ from flexattn.kernels_triton.common.tiles import (
     HopperTile,
     select_fitted_tile,
 )
-from flexattn.kernels_triton.gluon import dq_sums, forward_partition, fused_loader
+from flexattn.kernels_triton.gluon import dq_sums, forward_loader, fused_loader
 from flexattn.kernels_triton.hopper import backward_fused, conditions, forward, fused_consumer
 from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
@@ -362,7 +362,7 @@ def test_twenty_schedules(seed: int) -> None:
 
 
 FAULTS: dict[str, tuple[Any, inject.Fault]] = {
-    "v's second part has the columns of the first": (forward_partition, with_argument("load_rows(descriptors.v1)", 5, "0")),
+    "v's second part has the columns of the first": (forward_loader, with_argument("load_rows(descriptors.v1)", 5, "0")),
     "the second part of out has the columns of the first": (forward, with_argument("store_out(acc1)", 1, "0")),
     "k's second part is read before it has come": (fused_loader, with_argument("_load_keys(descriptors.k)", 4, "Q_BYTES")),
     "the second part of dq has the columns of the first": (dq_sums, with_argument("reduce_add(second.dq)", 1, "[sums_row, 0]")),
@@ -378,7 +378,7 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
     module, fault = FAULTS[name]
-    is_forward = module in (forward, forward_partition)
+    is_forward = module in (forward, forward_loader)
     (kernels,) = kernels_with((forward if is_forward else backward_fused,), module, fault, tmp_path)
     for seed in (2, 5):  # round robin and random
         try:

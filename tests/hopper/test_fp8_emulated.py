@@ -17,7 +17,7 @@ from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.gluon import forward_partition, forward_work
+from flexattn.kernels_triton.gluon import forward_loader, forward_work
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import backward_fused_192 as hopper_fused_192
@@ -436,8 +436,11 @@ FAULTS = {
         drop("fence_async_shared()", within="_attn_fwd_fp8_hopper_kernel"),
     ),
     "out is stored without a fence": (hopper_fp8_forward, drop("fence_async_shared()", within="_compute_partition")),
-    "the loader waits for the wrong phase of v": (forward_partition, wrong_phase("wait(v_empty)")),
-    "too few bytes are expected of v": (forward_partition, with_argument("mbarrier.expect(full)", 1, "{} // 2")),
+    "the loader waits for the wrong phase of v": (forward_loader, wrong_phase("wait(v_empty)", within="load_partition")),
+    "too few bytes are expected of v": (
+        forward_loader,
+        with_argument("mbarrier.expect(full)", 1, "{} // 2", within="load_partition"),
+    ),
     "acc is not rescaled": (hopper_fp8_forward, assign("acc", "acc + pv", within="_attend", nth=-1)),
     "the scale of v of the block before": (hopper_fp8_forward, assign("ratio", "1.0", nth=-1)),
     "a block that the end cuts is taken for a whole one": (

@@ -20,7 +20,7 @@ from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
-from flexattn.kernels_triton.gluon import pages
+from flexattn.kernels_triton.gluon import forward_loader
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.runtime.device import pretended_device
@@ -169,7 +169,7 @@ FAULTS = {
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
-    (kernels,) = kernels_with((hopper_forward,), pages, FAULTS[name], tmp_path)
+    (kernels,) = kernels_with((hopper_forward,), forward_loader, FAULTS[name], tmp_path)
     arguments = make_arguments(48 if name == "the wrong rows of a page" else 16, "bshd", 64)
     if name == "ids as they come":  # if a table is wrong, other pages are read, but nothing outside
         arguments["page_table"][0, 2] = 2147480000

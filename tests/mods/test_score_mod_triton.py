@@ -19,8 +19,8 @@ from flexattn.kernels_triton.common import tiles as configs
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.mods import lowering
 from flexattn.kernels_triton.portable.backward import attention_backward
-from flexattn.kernels_triton.portable.capture_gradient import capture_gradients
 from flexattn.kernels_triton.portable.forward import attention_forward
+from flexattn.kernels_triton.portable.score_gradients import capture_gradients
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import (

@@ -13,7 +13,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT, SHARED_BIAS_GRADIENT
 from flexattn.kernels_triton.portable import shared_bias_gradient as kernels
-from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
+from flexattn.kernels_triton.portable.score_gradients import bias_gradient
 from flexattn.kernels_triton.portable.shared_bias_gradient import shared_bias_gradient, unsupported
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from tests.support.compiled_kernels import compile_sound
