@@ -21,9 +21,9 @@ import torch
 
 from flexattn import kept_files
 from flexattn.forks import fork_safe
+from flexattn.kernels_cudnn.execute import handle_of
 from flexattn.kernels_cudnn.frontend import Graph
 from flexattn.kernels_cudnn.graphs import Sdpa, Target, build
-from flexattn.kernels_cudnn.handles import handle_of
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from flexattn import kept_files
 from flexattn.kernels_triton.runtime import imitation
 from flexattn.kernels_triton.runtime.compiler import UNOPTIMISED, shared_memory_limit
 from flexattn.kernels_triton.runtime.sass_registers import MiscompiledError, check_code
-from flexattn.kernels_triton.runtime.source_key import source_key
+from flexattn.kernels_triton.runtime.sources import source_key
 
 FILE_FORMAT = 4
 _KIND = f"kernel {FILE_FORMAT}"

@@ -17,7 +17,7 @@ from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy, choose
-from flexattn.kernels_triton.hopper import backward_fused_192, conditions, dkdv_loader, fused_192_consumer
+from flexattn.kernels_triton.hopper import backward_fused_192, conditions, dkdv_loader
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import (
@@ -207,33 +207,33 @@ def test_twenty_schedules() -> None:
 
 
 FAULTS: dict[str, tuple[Any, inject.Fault]] = {
-    "q is read before it has come": (fused_192_consumer, drop("wait(scores_full)")),
-    "dout is read before it has come": (fused_192_consumer, drop("wait(dp_full)")),
-    "k is read before it has come": (fused_192_consumer, drop("mbarrier.wait(kv_full)")),
+    "q is read before it has come": (backward_fused_192, drop("wait(scores_full)")),
+    "dout is read before it has come": (backward_fused_192, drop("wait(dp_full)")),
+    "k is read before it has come": (backward_fused_192, drop("mbarrier.wait(kv_full)")),
     "dq is summed before the other half of ds is there": (
-        fused_192_consumer,
+        backward_fused_192,
         drop("wait_written(last)", within="consume_fused_192", nth=0),
     ),
-    "ds is overwritten before the other warpgroup's dq has read it": (fused_192_consumer, drop("wait_read(current)")),
+    "ds is overwritten before the other warpgroup's dq has read it": (backward_fused_192, drop("wait_read(current)")),
     "ds is released before dq has read it": (
-        fused_192_consumer,
+        backward_fused_192,
         move(
             "announce_read(last)",
             before="warpgroup_mma_wait(PARTS, dq)",
             within="consume_fused_192",
         ),
     ),
-    "ds is read without a fence": (fused_192_consumer, drop("fence_async_shared()", within="consume_fused_192", nth=1)),
-    "dq is added before it is written": (fused_192_consumer, drop("wait(full)")),
-    "dq is overwritten before it is added": (fused_192_consumer, drop("tma.store_wait()")),
-    "dq is added without a fence": (fused_192_consumer, drop("fence_async_shared()", within="_hand_over_dq")),
+    "ds is read without a fence": (backward_fused_192, drop("fence_async_shared()", within="consume_fused_192", nth=1)),
+    "dq is added before it is written": (backward_fused_192, drop("wait(full)")),
+    "dq is overwritten before it is added": (backward_fused_192, drop("tma.store_wait()")),
+    "dq is added without a fence": (backward_fused_192, drop("fence_async_shared()", within="_hand_over_dq")),
     "columns of dq are added to others": (
-        fused_192_consumer,
+        backward_fused_192,
         with_argument("reduce_add(sums.narrow)", 1, "[sums_row, (3 - consumer) * NARROW]", nth=0),
     ),
-    "k is overwritten while the other warpgroup multiplies by it": (fused_192_consumer, drop("named_barrier_sync(LAST)")),
+    "k is overwritten while the other warpgroup multiplies by it": (backward_fused_192, drop("named_barrier_sync(LAST)")),
     "q is released before dk has read it": (
-        fused_192_consumer,
+        backward_fused_192,
         move("release(ds_empty)", before="_wait_for_sums(dk)", within="consume_fused_192", nth_there=1),
     ),
     "the loader waits for the wrong phase of q": (dkdv_loader, wrong_phase("wait(ds_empty)")),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from triton.runtime.jit import JITFunction
 
-from flexattn.kernels_triton.runtime.source_key import source_key
+from flexattn.kernels_triton.runtime.sources import source_key
 from tests.conftest import FreshPython
 
 KERNELS = """
@@ -110,7 +110,7 @@ import importlib, pkgutil
 import flexattn.kernels_triton
 from triton.language import constexpr
 from triton.runtime import jit
-from flexattn.kernels_triton.runtime.source_key import _referred, source_key
+from flexattn.kernels_triton.runtime.sources import _referred, source_key
 
 functions, kernels = {}, []
 for found in pkgutil.walk_packages(flexattn.kernels_triton.__path__, "flexattn.kernels_triton."):
