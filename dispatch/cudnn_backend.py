@@ -18,8 +18,8 @@ from torch import Tensor
 from flexattn.dispatch import cudnn_block_lists, options
 from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error, reads_tables
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
+from flexattn.dispatch.cudnn_rules import BLOCK_LISTS, FP8, is_banded_bottom_right, is_packed, known_bad, refusal, version_text
 from flexattn.dispatch.head_dims import head_dim_error
-from flexattn.dispatch.known_bad import known_bad, version_text
 from flexattn.dispatch.pages import with_cu_seqlens, without_pages
 from flexattn.dispatch.select import RuntimeFailure, shape_of
 from flexattn.dispatch.spec import (
@@ -59,8 +59,8 @@ EXACT_SHAPES = 8  # the number of shapes of one dense spec with their own plans.
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     """Returns why the graphs cannot run `spec` in `direction`, with an alternative, or None if no reason is known.
 
-    It applies this file's rules and `known_bad`, and builds nothing. cuDNN itself decides when a plan is built. If cuDNN has no
-    plan, RuntimeFailure is raised, and it is cached for calls of the same shapes.
+    It applies the rules of this file and of `cudnn_rules`, and builds nothing. cuDNN itself decides when a plan is built. If cuDNN
+    has no plan, RuntimeFailure is raised, and it is cached for calls of the same shapes.
     """
     error = device_error(spec.device_type, spec.capability) or rule_error(spec, direction)
     return error or (_known_bad(spec, direction) if spec.block_size is None else cudnn_block_lists.frontend_error())
@@ -142,9 +142,10 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
     """
     is_backward = direction == "backward"
     if spec.block_size is not None:
-        return cudnn_block_lists.rule_error(spec, direction)
+        reason = refusal(BLOCK_LISTS, spec, direction)
+        return None if reason is None else f"cuDNN's block-sparse attention {reason}"
     if spec.fp8 is not None:
-        if reason := _fp8_error(spec, direction):
+        if reason := refusal(FP8, spec, direction):
             return reason
     elif spec.dtype not in DTYPES:
         return (
@@ -211,27 +212,6 @@ def _pages_error(spec: AttentionSpec, is_backward: bool) -> str | None:
     return None
 
 
-def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    from flexattn.kernels_cudnn.fp8_rules import Fp8Call, fp8_error
-
-    assert spec.fp8 is not None
-    call = Fp8Call(
-        direction,
-        spec.head_dim_qk,
-        spec.head_dim_v,
-        per_tensor=not any(spec.fp8.descale_dims),
-        is_packed="thd" in (spec.q_format, spec.kv_format),
-        one_query=spec.length_q == 1,
-        is_bottom_right=_is_banded_bottom_right(spec),
-        has_bias=spec.bias_type != "no_bias",
-        has_sink=spec.softmax_type != "vanilla",
-        has_mods=spec.mods is not None,
-        has_dropout=spec.dropout,
-        wants_max=spec.return_max_logit,
-    )
-    return fp8_error(call)
-
-
 _TOP_LEFT = (
     "with a mask on the bottom-right diagonal; if sq == skv, use the top-left diagonal, which is the same "
     "(attn_mask_type='causal', or bottom_right_diagonal=False)"
@@ -252,9 +232,9 @@ def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
             "the bias is broadcast over the keys, and cuDNN needs a value for each key; expand the bias, or leave it out, because "
             "it changes only lse"
         )
-    if "thd" in (spec.q_format, spec.kv_format):
+    if is_packed(spec):
         return "a bias over packed sequences is untested on cuDNN; use backend='triton', or a dense format with cu_seqlens"
-    if _is_banded_bottom_right(spec):
+    if is_banded_bottom_right(spec):
         return f"cuDNN does not support a bias {_TOP_LEFT}"
     if is_backward and not spec.bias_dims[2]:
         return "cuDNN 9.19 computes wrong gradients if the bias is broadcast over the queries; use backend='triton'"
@@ -269,9 +249,9 @@ def _dropout_error(spec: AttentionSpec) -> str | None:
             "cuDNN draws its own random numbers and does not support an rng_state of two dims, which has positions in a larger "
             "call; use backend='triton'"
         )
-    if "thd" in (spec.q_format, spec.kv_format):
+    if is_packed(spec):
         return "dropout over packed sequences is untested on cuDNN; use backend='triton', or a dense format with cu_seqlens"
-    if _is_banded_bottom_right(spec):
+    if is_banded_bottom_right(spec):
         return f"cuDNN does not support dropout {_TOP_LEFT}"
     if spec.length_q == 1:
         return "cuDNN does not support dropout with a single query; use backend='triton'"
@@ -286,10 +266,6 @@ def _softmax_error(spec: AttentionSpec) -> str | None:
     if spec.return_max_logit:
         return "cuDNN does not return max_logit with a sink; use backend='triton'"
     return None
-
-
-def _is_banded_bottom_right(spec: AttentionSpec) -> bool:
-    return spec.band.bottom_right and (spec.band.left is not None or spec.band.right is not None)
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -517,7 +493,7 @@ def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> b
         return False
     if spec.mods is not None and reads_tables(spec.mods):
         return False
-    if "thd" in (spec.q_format, spec.kv_format) or x.bias is not None or spec.softmax_type != "vanilla":
+    if is_packed(spec) or x.bias is not None or spec.softmax_type != "vanilla":
         return False
     if spec.capability is not None and (spec.capability[0] not in RAGGED_BACKWARD or _is_before(RAGGED_WORKSPACE)):
         return False

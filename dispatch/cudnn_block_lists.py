@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from flexattn.dispatch.select import RuntimeFailure
 from flexattn.dispatch.spec import (
     AttentionSpec,
-    Direction,
     Gradients,
     Operands,
     as_bshd,
@@ -28,90 +26,8 @@ if TYPE_CHECKING:
 
 OLDEST_FRONTEND = (1, 32)
 RUN_WITH = ((1, 32),)  # frontends with checked results, on an NVIDIA H200.
-SIZES = (64, 128)  # tokens of a block, for queries and keys alike.
-HEAD_DIMS = (64, 96, 128)
-BACKWARD_HEAD_DIM = 128
 MOST_HEADS = 65535  # in all batch entries: a dim of a grid.
-BOTH: tuple[Direction, ...] = ("forward", "backward")
 _GET_FRONTEND = f"pip install 'nvidia-cudnn-frontend>={'.'.join(map(str, OLDEST_FRONTEND))}'"
-
-
-class _Rule(NamedTuple):
-    """A condition for a refusal, and the rest of the sentence "cuDNN's block-sparse attention ..."."""
-
-    directions: tuple[Direction, ...]
-    applies: Callable[[AttentionSpec], bool]
-    reason: Callable[[AttentionSpec], str]
-
-
-def _rule(applies: Callable[[AttentionSpec], bool], reason: str, *directions: Direction) -> _Rule:
-    return _Rule(directions or BOTH, applies, lambda spec: reason.format(spec=spec))
-
-
-_TRITON = "; use backend='triton'"
-RULES = (
-    _rule(lambda spec: spec.capability != (9, 0), "is untested on GPUs other than those of compute capability 9.0" + _TRITON),
-    _rule(
-        lambda spec: spec.mods is not None,
-        "has no block masks with a mask_mod or score_mod; pass the mask as a mask_mod only, or use backend='triton'",
-    ),
-    _rule(
-        lambda spec: spec.block_size not in [(size, size) for size in SIZES],
-        "supports blocks of 64 x 64 and 128 x 128 tokens, not {spec.block_size[0]} x {spec.block_size[1]}; pass kv_block_size=64 "
-        "or 128, or use backend='triton'",
-    ),
-    _rule(lambda spec: spec.fp8 is not None or spec.kv_dtype is not None, "is not supported here in FP8" + _TRITON),
-    _rule(
-        lambda spec: spec.dtype not in (torch.float16, torch.bfloat16),
-        "supports fp16 and bf16, not {spec.dtype}; cast q, k and v, or use backend='triton'",
-    ),
-    _rule(lambda spec: bool(spec.page_size), "has no pages (page_table)" + _TRITON),
-    _rule(
-        lambda spec: spec.padding or "thd" in (spec.q_format, spec.kv_format),
-        "has no lengths (cu_seqlens, seqused)" + _TRITON,
-    ),
-    _rule(
-        lambda spec: spec.band.left is not None or spec.band.right is not None,
-        "has no causal mask or window (attn_mask_type, window_size)" + _TRITON,
-    ),
-    _rule(lambda spec: spec.bias_type != "no_bias", "has no bias and no alibi_slopes" + _TRITON),
-    _rule(lambda spec: spec.softmax_type != "vanilla", "has no sink (softmax_type)" + _TRITON),
-    _rule(lambda spec: spec.softcap, "has no softcap" + _TRITON),
-    _rule(lambda spec: spec.dropout, "has no dropout (dropout_p)" + _TRITON),
-    _rule(lambda spec: spec.return_max_logit, "returns no max_logit (return_max_logit)" + _TRITON, "forward"),
-    _rule(lambda spec: spec.batch_invariant, "gives no guarantee of batch_invariant" + _TRITON, "forward"),
-    _rule(lambda spec: spec.results.fp32_out, "returns out in 16 bits" + _TRITON, "forward"),
-    _rule(
-        lambda spec: not {spec.head_dim_qk, spec.head_dim_v}.issubset(HEAD_DIMS),
-        "supports head dims of 64, 96 and 128, not {spec.head_dim_qk} and {spec.head_dim_v}; pad with zeros, or "
-        "use backend='triton'",
-        "forward",
-    ),
-    _rule(
-        lambda spec: {spec.head_dim_qk, spec.head_dim_v} != {BACKWARD_HEAD_DIM},
-        "has gradients for head dims of 128, not {spec.head_dim_qk} and {spec.head_dim_v}; pad with zeros, or use backend='triton'",
-        "backward",
-    ),
-    _rule(lambda spec: spec.dtype is not torch.bfloat16, "has gradients in bf16 alone, not in {spec.dtype}" + _TRITON, "backward"),
-    _rule(
-        lambda spec: spec.group_size != 1,
-        "has gradients for as many key heads as query heads, not for {spec.num_heads} over {spec.num_heads_kv}" + _TRITON,
-        "backward",
-    ),
-    _rule(lambda spec: spec.deterministic, "adds gradients in any order (deterministic)" + _TRITON, "backward"),
-    _rule(
-        lambda spec: spec.needs_lse_grad, "takes no gradient of lse; leave lse out of the loss, or use backend='triton'", "backward"
-    ),
-    _rule(lambda spec: spec.results.fp32 != "none", "returns gradients in 16 bits (fp32_gradients)" + _TRITON, "backward"),
-)
-
-
-def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    """Returns why a spec with a block mask is refused, or None if it is not."""
-    for rule in RULES:
-        if direction in rule.directions and rule.applies(spec):
-            return f"cuDNN's block-sparse attention {rule.reason(spec)}"
-    return None
 
 
 @functools.cache

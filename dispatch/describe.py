@@ -8,7 +8,7 @@ import importlib.util
 
 import torch
 
-from flexattn.dispatch.known_bad import version_text
+from flexattn.dispatch.cudnn_rules import version_text
 from flexattn.dispatch.spec import AttentionSpec, Band, Operands, misses_diagonal
 
 

@@ -23,8 +23,8 @@ import flexattn
 from flexattn import ops
 from flexattn.cli import Parser, program
 from flexattn.dispatch import cudnn_backend, options, triton_backend
+from flexattn.dispatch.cudnn_rules import version_text
 from flexattn.dispatch.explain import explain
-from flexattn.dispatch.known_bad import version_text
 from flexattn.dispatch.options import requested_backend
 from flexattn.functional import bind_call
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import flexattn
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import cudnn_backend
-from flexattn.dispatch.known_bad import known_bad
+from flexattn.dispatch.cudnn_rules import known_bad
 from flexattn.dispatch.spec import (
     AttentionSpec,
     Direction,

@@ -21,7 +21,7 @@ pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 import flexattn
 from flexattn import attention, ops
 from flexattn.block_mask import ordered
-from flexattn.dispatch import cudnn_backend, cudnn_block_lists, select
+from flexattn.dispatch import cudnn_backend, cudnn_block_lists, cudnn_rules, select
 from flexattn.dispatch.spec import Band, Results, with_classes
 from flexattn.kernels_cudnn.block_lists import Problem, blocks_of
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs
@@ -277,10 +277,10 @@ def test_other_calls_are_refused_with_a_reason(reason: str) -> None:
 
 def test_every_rule_has_a_case() -> None:
     found = {
-        next(rule for rule in cudnn_block_lists.RULES if rule.applies(SPEC._replace(**change)) and directions[0] in rule.directions)
+        next(rule for rule in cudnn_rules.BLOCK_LISTS if rule.applies(SPEC._replace(**change)) and directions[0] in rule.directions)
         for directions, change in REFUSED.values()
     }
-    assert found == set(cudnn_block_lists.RULES)
+    assert found == set(cudnn_rules.BLOCK_LISTS)
 
 
 def test_shapes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,17 +12,17 @@ pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 
 import flexattn
 from flexattn import ops
-from flexattn.dispatch import canary, cudnn_backend
+from flexattn.dispatch import canary, cudnn_backend, cudnn_rules
+from flexattn.dispatch.cudnn_rules import refusal
 from flexattn.dispatch.heuristics import preference
 from flexattn.dispatch.options import attention_backend
 from flexattn.dispatch.select import RuntimeFailure
-from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd, empty_outputs
+from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Fp8, Operands, as_bshd, empty_outputs
 from flexattn.integrations.te import Float8CurrentScalingQuantizer, fused_attn_bwd, fused_attn_fwd
 from flexattn.kernels_cudnn import attention, fp8
 from flexattn.kernels_cudnn import plans as plans_module
 from flexattn.kernels_cudnn.attention import Written
 from flexattn.kernels_cudnn.fp8 import Descales, fp8_call
-from flexattn.kernels_cudnn.fp8_rules import RULES, Fp8Call, fp8_error
 from flexattn.kernels_cudnn.graphs import Uid
 from flexattn.kernels_cudnn.plans import PlanNotSupported
 from flexattn.kernels_cudnn.problem import without_data
@@ -271,21 +271,20 @@ def test_a_call_by_name(monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulato
         flexattn.attention(*leaves, **{**call, "fp8_recipe": flexattn.fp8.Recipe()})
 
 
-CALL = Fp8Call("forward", 128, 128)
-# For each rule, in its order: a call that it refuses, and a close one that no rule refuses.
-AGAINST: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"per_tensor": False}, {}),
-    ({"head_dim_v": 272}, {"head_dim_v": 256}),
-    ({"head_dim_qk": 40, "head_dim_v": 40}, {"head_dim_qk": 256, "head_dim_v": 16}),
-    ({"direction": "backward", "head_dim_qk": 64}, {"direction": "backward"}),
-    ({"direction": "backward", "is_packed": True}, {"is_packed": True}),
-    ({"is_bottom_right": True}, {}),
-    ({"one_query": True}, {"direction": "backward", "one_query": True}),
-    ({"has_bias": True}, {}),
-    ({"has_sink": True}, {}),
-    ({"has_mods": True}, {}),
-    ({"has_dropout": True}, {}),
-    ({"wants_max": True}, {"direction": "backward", "wants_max": True}),
+# For each rule, in its order: the direction and the changes of a call that it refuses, and of a close one that no rule refuses.
+AGAINST: list[tuple[tuple[Direction, dict[str, Any]], tuple[Direction, dict[str, Any]]]] = [
+    (("forward", {"fp8": Fp8((False, True, False), 0, torch.bfloat16, E5M2, False)}), ("forward", {})),
+    (("forward", {"head_dim_v": 272}), ("forward", {"head_dim_v": 256})),
+    (("forward", {"head_dim_qk": 40, "head_dim_v": 40}), ("forward", {"head_dim_qk": 256, "head_dim_v": 16})),
+    (("backward", {"head_dim_qk": 64}), ("backward", {})),
+    (("backward", {"kv_format": "thd"}), ("forward", {"kv_format": "thd"})),
+    (("forward", {"band": Band(None, 0, True)}), ("forward", {"band": Band(None, 0, False)})),
+    (("forward", {"length_q": 1}), ("backward", {"length_q": 1})),
+    (("forward", {"bias_type": "alibi"}), ("forward", {})),
+    (("forward", {"softmax_type": "learnable"}), ("forward", {})),
+    (("forward", {"mods": object()}), ("forward", {})),
+    (("forward", {"dropout": True}), ("forward", {})),
+    (("forward", {"return_max_logit": True}), ("backward", {"return_max_logit": True})),
 ]
 
 
@@ -328,14 +327,15 @@ def test_auto_leaves_fp8_to_triton_so_that_a_16_bit_gradient_never_comes_to_cudn
 
 
 def test_each_rule_has_a_case() -> None:
-    assert len(AGAINST) == len(RULES)
-    for rule, (against, near) in zip(RULES, AGAINST, strict=True):
-        call = CALL._replace(**against)
-        assert rule.applies(call)
-        assert fp8_error(call) == rule.reason.format(**call._asdict())
-        assert fp8_error(CALL._replace(**near)) is None
-        other = [direction for direction in ("forward", "backward") if direction not in rule.directions]
-        assert not any(rule.reason == fp8_error(call._replace(direction=direction)) for direction in other)
+    assert len(AGAINST) == len(cudnn_rules.FP8)
+    fp8_spec = as_call(make_case(**CASES["bshd"]))[0]
+    for rule, ((direction, against), (near_direction, near)) in zip(cudnn_rules.FP8, AGAINST, strict=True):
+        spec = fp8_spec._replace(**against)
+        reason = rule.reason.format(spec=spec)
+        assert rule.applies(spec)
+        assert cudnn_backend.rule_error(spec, direction) == reason
+        assert refusal(cudnn_rules.FP8, fp8_spec._replace(**near), near_direction) is None
+        assert all(refusal(cudnn_rules.FP8, spec, each) != reason for each in cudnn_rules.BOTH if each not in rule.directions)
         assert any(
             advice in rule.reason
             for advice in ("backend='triton'", "backend='eager'", "attn_mask_type='causal'", "pad with zeros", "quantise")

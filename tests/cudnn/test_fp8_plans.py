@@ -16,17 +16,20 @@ if reason := (
 ):
     pytest.skip(reason, allow_module_level=True)
 
+from flexattn.dispatch import cudnn_rules
+from flexattn.dispatch.cudnn_rules import refusal
+from flexattn.dispatch.spec import AttentionSpec, Band, Direction
 from flexattn.kernels_cudnn import plans
 from flexattn.kernels_cudnn.attention import Written
 from flexattn.kernels_cudnn.fp8 import fp8_call
-from flexattn.kernels_cudnn.fp8_rules import RULES, Fp8Call, fp8_error
 from flexattn.kernels_cudnn.graphs import Sdpa
 from flexattn.kernels_cudnn.plans import PlanCache, PlanNotSupported
 from flexattn.kernels_cudnn.problem import Problem
+from flexattn.testing import make_call, make_inputs
 from tests.support.fp8_cases import E4M3, E5M2
 
 DEVICE = torch.device("cpu")
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = cudnn_rules.BOTH
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,9 +129,9 @@ SUPPORTED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("direction", "name"), [(direction, name) for name, (directions, _) in SUPPORTED.items() for direction in directions]
 )
-def test_what_the_rules_let_through_builds(direction: str, name: str) -> None:
+def test_what_the_rules_let_through_builds(direction: Direction, name: str) -> None:
     sdpa = sdpa_of(direction, **SUPPORTED[name][1])
-    assert fp8_error(call_of(sdpa)) is None
+    assert refusal(cudnn_rules.FP8, spec_of(sdpa), direction) is None
     assert cudnns_answer(sdpa) is None
 
 
@@ -147,30 +150,35 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def call_of(sdpa: Sdpa) -> Fp8Call:
-    return Fp8Call(
-        sdpa.direction,
-        sdpa.head_dim_qk,
-        sdpa.head_dim_v,
-        is_packed=sdpa.is_ragged,
-        one_query=sdpa.len_q == 1,
-        is_bottom_right=sdpa.bottom_right,
-        has_bias=sdpa.bias_shape is not None,
-        has_sink=sdpa.has_sink,
+SPEC = make_call(make_inputs(lengths_q=[200, 200], device="meta", dtype=torch.bfloat16), return_max_logit=False)[0]
+
+
+def spec_of(sdpa: Sdpa) -> AttentionSpec:
+    """Returns a spec with the facts of a plan that the rules test."""
+    fmt = "thd" if sdpa.is_ragged else "bshd"
+    return SPEC._replace(
+        q_format=fmt,
+        kv_format=fmt,
+        head_dim_qk=sdpa.head_dim_qk,
+        head_dim_v=sdpa.head_dim_v,
+        length_q=sdpa.len_q,
+        band=Band(sdpa.window_left, sdpa.window_right, sdpa.bottom_right),
+        bias_type="no_bias" if sdpa.bias_shape is None else "post_scale_bias",
+        softmax_type="learnable" if sdpa.has_sink else "vanilla",
     )
 
 
 @pytest.mark.sample("name")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_agree_with_cudnns_own_answer(name: str, direction: str) -> None:
+def test_refusals_agree_with_cudnns_own_answer(name: str, direction: Direction) -> None:
     """A rule names the directions that cuDNN itself declines; in any other direction a plan would build."""
     sdpa = sdpa_of(direction, **REFUSED[name])
-    call = call_of(sdpa)
-    against = [rule for rule in RULES if rule.applies(call)]
+    spec = spec_of(sdpa)
+    against = [rule for rule in cudnn_rules.FP8 if rule.applies(spec)]
     ours = [rule for rule in against if direction in rule.directions]
     assert (cudnns_answer(sdpa) is not None) == any(direction in rule.declined for rule in against)
-    assert (fp8_error(call) is not None) == bool(ours)
+    assert (refusal(cudnn_rules.FP8, spec, direction) is not None) == bool(ours)
     assert all(direction in rule.directions for rule in against if direction in rule.declined)
 
 
@@ -192,9 +200,9 @@ def test_half_precision_results_are_for_other_devices() -> None:
     ("direction", "fmt", "dims", "mask"),
     list(product(DIRECTIONS, ("bshd", "sbhd", "bhsd", "thd", "lengths"), range(16, 257, 16), ("no_mask", "causal", "window"))),
 )
-def test_grid(direction: str, fmt: str, dims: int, mask: str) -> None:
+def test_grid(direction: Direction, fmt: str, dims: int, mask: str) -> None:
     """Every head dim, format and mask: our answer equals cuDNN's."""
     band = {"no_mask": {}, "causal": CAUSAL, "window": {"window_left": 9, "window_right": 4}}[mask]
     layout = {"fmt": "bshd", "lengths": True} if fmt == "lengths" else {"fmt": fmt}
     sdpa = sdpa_of(direction, head_dims=(dims, dims), **layout, **band)
-    assert (fp8_error(call_of(sdpa)) is None) == (cudnns_answer(sdpa) is None)
+    assert (refusal(cudnn_rules.FP8, spec_of(sdpa), direction) is None) == (cudnns_answer(sdpa) is None)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn.dispatch import cudnn_backend, known_bad
-from flexattn.dispatch.known_bad import ALWAYS, KNOWN_BAD, KnownBad
+from flexattn.dispatch import cudnn_backend, cudnn_rules
+from flexattn.dispatch.cudnn_rules import ALWAYS, KNOWN_BAD, KnownBad
 from flexattn.dispatch.spec import FP32_GRADIENTS, AttentionSpec, Band, Fp8, Results
 from flexattn.testing import make_call, make_inputs
 from tests.conftest import ROOT, FreshPython
@@ -80,12 +80,12 @@ def test_known_bad_row(row: KnownBad) -> None:
     versions = [max(row.first, cudnn_backend.OLDEST_LIBRARY), *([row.fixed - 1] if row.fixed != ALWAYS else [])]
     for direction in ("forward", "backward"):
         for version in versions:
-            reason = known_bad.known_bad(SPEC._replace(**affected), direction, version)
+            reason = cudnn_rules.known_bad(SPEC._replace(**affected), direction, version)
             assert (reason is not None and row.issue in reason) == (direction in row.directions)
         for change in near:
-            assert row.issue not in str(known_bad.known_bad(SPEC._replace(**change), direction, versions[0]))
+            assert row.issue not in str(cudnn_rules.known_bad(SPEC._replace(**change), direction, versions[0]))
     for version in (row.first - 1, row.fixed):
-        assert row.issue not in str(known_bad.known_bad(SPEC._replace(**affected), row.directions[0], version))
+        assert row.issue not in str(cudnn_rules.known_bad(SPEC._replace(**affected), row.directions[0], version))
 
 
 PACKED = {"q_format": "thd", "kv_format": "thd", "padding": True}
@@ -187,8 +187,8 @@ def test_cudnn_gives_16_bits(results: Results) -> None:
 )
 def test_no_window_in_fp8_may_leave_a_query_without_a_key(affected: dict[str, Any]) -> None:
     spec = SPEC._replace(**{**FP8, **affected})
-    assert "issues/1009" in str(known_bad.known_bad(spec, "forward", 92300))
-    assert "issues/1009" not in str(known_bad.known_bad(spec, "backward", 92300))
+    assert "issues/1009" in str(cudnn_rules.known_bad(spec, "forward", 92300))
+    assert "issues/1009" not in str(cudnn_rules.known_bad(spec, "backward", 92300))
 
 
 FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -299,7 +299,7 @@ def test_versions_with_which_no_result_was_checked_say_so(version: int, said: st
 
 
 def test_the_oldest_versions_are_those_of_the_requirement_and_of_ci() -> None:
-    frontend, library = ".".join(map(str, cudnn_backend.OLDEST_FRONTEND)), known_bad.version_text(cudnn_backend.OLDEST_LIBRARY)
+    frontend, library = ".".join(map(str, cudnn_backend.OLDEST_FRONTEND)), cudnn_rules.version_text(cudnn_backend.OLDEST_LIBRARY)
     assert f'"nvidia-cudnn-frontend>={frontend}; ' in (ROOT / "pyproject.toml").read_text()
     ci, page = (ROOT / ".ci" / "run").read_text(), (ROOT / "docs" / "cudnn.md").read_text()
     assert re.search(rf"nvidia-cudnn-cu13=={re.escape(library)}\.\d+ nvidia-cudnn-frontend=={re.escape(frontend)}\.", ci)
