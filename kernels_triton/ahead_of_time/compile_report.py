@@ -214,28 +214,9 @@ class CompileReport:
         return sum(map(_spills, products)) / max(1, sum(sum(loop.values()) for loop in products))
 
 
-def compile_for(
-    kernel: JITFunction[object],
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, object],
-    sm: int,
-    num_warps: int,
-    num_stages: int,
-    aligned: Sequence[str] | None = None,
-    registers: int | None = None,
-) -> CompileReport:
-    """Compiles `kernel` in this process, whose kernels must not be interpreted; for the arguments see `CompileRequest`.
-
-    Raises TypeError for an interpreted kernel. Raises ValueError if signature and constexprs do not name each argument once, or if
-    aligned names another. Raises Triton's error if a kernel does not compile.
-    """
-    if not isinstance(kernel, JITFunction):
-        raise TypeError(
-            f"kernel is {kernel!r}; accepted: a @triton.jit function of a process without TRITON_INTERPRET; use compile_many"
-        )
-    source = _source(kernel, signature, constexprs, aligned)
-    target, options = GPUTarget("cuda", sm, 32), _options(kernel, options_of(num_warps, num_stages, None, registers))
-    compiled, ptxas_log = _compile(source, target, options)
+def report_of(request: CompileRequest) -> CompileReport:
+    """Compiles the kernel in this process; for its errors see `compiled_from`."""
+    compiled, ptxas_log = _compiled_with_log(request)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
@@ -245,6 +226,7 @@ def compile_for(
     if entry is None:
         raise RuntimeError(f"cuobjdump does not report {compiled.metadata.name}: {usage}")
     stores, loads = zip(*PTXAS_SPILLS.findall(ptxas_log), strict=True)  # one pair per function of the kernel
+    loops = _innermost_loops(sass)
     return CompileReport(
         registers=int(entry[1]),
         stack_bytes=int(entry[2]),
@@ -252,9 +234,9 @@ def compile_for(
         spill_load_bytes=sum(map(int, loads)),
         shared_bytes=compiled.metadata.shared,
         instructions=dict(Counter(SASS_OPERATION.findall(sass))),
-        loops=_innermost_loops(sass),
+        loops=tuple(dict(Counter(SASS_OPERATION.findall("\n".join(lines)))) for lines in loops),
         warnings=tuple(line for line in ptxas_log.splitlines() if PTXAS_WARNING.search(line)),
-        exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
+        exposed_exponentials=sum(map(_exposed_exponentials, loops)),
         idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
         folded_operands=folded_operands(compiled.asm["ttgir"]),
         undefined_registers=undefined_registers(sass),
@@ -315,25 +297,22 @@ def sound_from(request: CompileRequest) -> tuple[CompiledKernel, store.Binary | 
 
 
 def compiled_from(request: CompileRequest, ptx_options: str | None = None) -> CompiledKernel:
-    """Compiles the kernel in this process, whose kernels must not be interpreted; for ptx_options see `options_of`."""
-    kernel = getattr(importlib.import_module(request.module), request.kernel)
-    constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
-    source = _source(kernel, request.signature, constexprs, request.aligned)
-    options = _options(kernel, options_of(request.num_warps, request.num_stages, ptx_options, request.registers))
-    with compiling():
-        return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)
+    """Compiles the kernel in this process; for ptx_options see `options_of`.
 
-
-def _options(kernel: JITFunction[object], options: dict[str, object]) -> dict[str, object]:
-    """Returns the compile options of a launch of the kernel; debug: enables the assertions of an `asserting_kernel`."""
-    return options | {"debug": True} if kernel.debug else options
-
-
-def _source(
-    kernel: JITFunction[object], signature: Mapping[str, str], constexprs: Mapping[str, object], aligned: Sequence[str] | None
-) -> ASTSource:
+    Raises TypeError for an interpreted kernel. Raises ValueError if signature and constexprs do not name each argument once, or if
+    aligned names another. Raises Triton's error if a kernel does not compile.
+    """
+    kernel, signature, aligned = (
+        getattr(importlib.import_module(request.module), request.kernel),
+        request.signature,
+        request.aligned,
+    )
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(
+            f"kernel is {kernel!r}; accepted: a @triton.jit function of a process without TRITON_INTERPRET; use compile_many"
+        )
     names = kernel.arg_names
-    if wrong := (set(signature) ^ set(constexprs) ^ set(names)) | (set(aligned or ()) - set(signature)):
+    if wrong := (set(signature) ^ set(request.constexprs) ^ set(names)) | (set(aligned or ()) - set(signature)):
         raise ValueError(
             f"signature and constexprs together must name each argument of {kernel.__name__} once, and aligned some of those in "
             f"signature; wrong or missing: {', '.join(sorted(wrong))}"
@@ -341,19 +320,24 @@ def _source(
     types = {name: signature.get(name, "constexpr") for name in names}
     aligned = [name for name in names if types[name].startswith("*")] if aligned is None else aligned
     language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    return language(  # attrs in the arguments' order, which is part of Triton's cache key
+    source = language(  # attrs in the arguments' order, which is part of Triton's cache key
         fn=kernel,
         signature=types,
-        constexprs={(names.index(name),): value for name, value in constexprs.items()},
+        constexprs={(names.index(name),): _constant(value) for name, value in request.constexprs.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
     )
+    options = options_of(request.num_warps, request.num_stages, ptx_options, request.registers)
+    if kernel.debug:  # enables the assertions of an `asserting_kernel`
+        options["debug"] = True
+    with compiling():
+        return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)
 
 
 def _spills(instructions: Mapping[str, int]) -> int:
     return instructions.get("STL", 0) + instructions.get("LDL", 0)
 
 
-def _innermost_loop_lines(sass: str) -> list[list[str]]:
+def _innermost_loops(sass: str) -> list[list[str]]:
     """Returns the lines between each backward branch and its label, if no other such range lies inside."""
     lines = sass.splitlines()
     labels = {matches[1]: n for n, line in enumerate(lines) if (matches := SASS_LABEL.match(line))}
@@ -363,23 +347,19 @@ def _innermost_loop_lines(sass: str) -> list[list[str]]:
     return [lines[a : b + 1] for a, b in innermost]
 
 
-def _innermost_loops(sass: str) -> tuple[dict[str, int], ...]:
-    return tuple(dict(Counter(SASS_OPERATION.findall("\n".join(lines)))) for lines in _innermost_loop_lines(sass))
-
-
 def _exposed_exponentials(loop: list[str]) -> int:
     first = next((n for n, line in enumerate(loop) if SASS_WAIT_FOR_ALL.search(line)), len(loop))
     return sum("MUFU.EX2" in line for line in loop[first:])
 
 
-def _compile(source: ASTSource, target: GPUTarget, options: dict[str, object]) -> tuple[CompiledKernel, str]:
+def _compiled_with_log(request: CompileRequest) -> tuple[CompiledKernel, str]:
     """Returns the kernel, and ptxas's output from its compilation, which is stored beside it in Triton's cache."""
     for always in (False, True):  # Triton's cache may have the kernel without the log
         log = io.StringIO()
-        with compiling(), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
             triton.knobs.nvidia.dump_ptxas_log = True
             triton.knobs.compilation.always_compile = always
-            compiled = triton.compile(source, target=target, options=options)
+            compiled = compiled_from(request)
         cache = get_cache_manager(compiled.hash)
         if PTXAS_SPILLS.search(log.getvalue()):
             cache.put(log.getvalue(), PTXAS_LOG, binary=False)
@@ -439,10 +419,7 @@ def answers_to(requests: Sequence[CompileRequest], workers: int | None = None) -
 def _answer(request: CompileRequest) -> CompileReport | str:
     """Returns the report, or the error message."""
     try:
-        kernel = getattr(importlib.import_module(request.module), request.kernel)
-        constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
-        shape = request.num_warps, request.num_stages, request.aligned, request.registers
-        return compile_for(kernel, request.signature, constexprs, request.sm, *shape)
+        return report_of(request)
     except Exception as error:  # one kernel's failure, of any kind, must not hide the others' reports
         return "\nin which\n".join(f"{type(e).__name__}: {e}" for e in _with_causes(error))
 

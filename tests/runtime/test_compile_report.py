@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -27,9 +28,9 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     CompileError,
     CompileRequest,
     _exposed_exponentials,
-    compile_for,
     compile_many,
     folded_operands,
+    report_of,
 )
 from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.runtime import compiler, launch, store
@@ -427,10 +428,12 @@ def test_a_product_and_a_sum_are_one_operation_whatever_tritons_default_is(defau
         monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
     else:
         monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", default)
-    kernel = JITFunction(_multiply_add_kernel.fn)  # compiled, in a process whose kernels are interpreted
+    # compiled, in a process whose kernels are interpreted
+    monkeypatch.setattr(sys.modules[__name__], "_multiply_add_kernel", JITFunction(_multiply_add_kernel.fn))
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Triton 3.9 warns if nothing says whether they are
-        report = compile_for(kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {}, sm=90, num_warps=1, num_stages=1)
+        report = report_of(CompileRequest(__name__, "_multiply_add_kernel", signature, {}, sm=90, num_warps=1, num_stages=1))
     assert report.instructions["FFMA"] == 1
     assert not {"FADD", "FMUL"} & report.instructions.keys()
 
@@ -460,7 +463,7 @@ def test_the_librarys_own_kernels_alone_go_without_the_slp_vectorizer():
 
 def test_an_interpreted_kernel_is_refused():
     with pytest.raises(TypeError, match="compile_many"):
-        compile_for(dot_kernel.fn, {}, {}, sm=90, num_warps=4, num_stages=1)
+        report_of(CompileRequest(__name__, "_multiply_add_kernel", {}, {}, sm=90, num_warps=4, num_stages=1))
 
 
 def test_no_requests_start_no_process(monkeypatch):
