@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from flexattn.mod_values import op_name
+
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
 GRADIENT = "dscore"  # an additional argument of the derivative: the gradient of score_mod's result.
 TANGENT = "tscore"  # an additional argument of second derivatives: the tangent of the score.
@@ -219,10 +221,6 @@ def call(graph: Graph, op: str, args: tuple[Any, ...], dtype: torch.dtype, **kwa
     node = graph.call_function(getattr(torch.ops.aten, op), args, kwargs)
     node.meta["dtype"] = dtype
     return node
-
-
-def op_name(node: Node) -> str:
-    return node.target._qualified_op_name.removeprefix("aten::")  # type: ignore[union-attr, no-any-return]
 
 
 def read_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,15 +16,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.fx import Graph, Node
 
-from flexattn.kernels_cudnn.lowering_ops import CHEAP, DIVISIONS, INTERVALS, OPS, RISKY
+from flexattn.kernels_cudnn.lowering_ops import CHEAP, DIVISIONS, OPS, RISKY
+from flexattn.mod_values import INT32, INT64, Interval, ancestors, bounds_of, bounds_of_dtype, fits, kind_of, op_name
 
-INT32 = (-(2**31), 2**31 - 1)
-INT64 = (-(2**63), 2**63 - 1)
 LONGEST = 2**26  # the largest number of queries or keys. With this bound, few expressions of positions can exceed 32 bits.
 POSITION = (0, LONGEST)
 ROWS = 2  # tensors with a value for each query that a backward supports. With a third one, cuDNN 9.19 and 9.24 have no plan.
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
-_BOUNDS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _INTEGERS} | {torch.bool: (0, 1)}
 _POSITIONS = ("b", "h", "q_idx", "kv_idx")
 _SCORES = ("score", "dscore")
 
@@ -149,13 +146,13 @@ class Lowering:
             key: tuple[Hashable, ...] = ("placeholder", name)
             if key not in self._known:
                 dtype, _ = self.captures.get(name, (node.meta["dtype"], -1))
-                bounds = POSITION if name in _POSITIONS else _BOUNDS.get(dtype, INT64)
+                bounds = POSITION if name in _POSITIONS else bounds_of_dtype(dtype)
                 is_cheap = name in ("q_idx", "kv_idx")
-                self._add(key, Expression("placeholder", (name,), _kind(dtype), frozenset((name,)), bounds, node, is_cheap))
+                self._add(key, Expression("placeholder", (name,), kind_of(dtype), frozenset((name,)), bounds, node, is_cheap))
             return self._known[key]
-        op = _op_name(node)
+        op = op_name(node)
         dtype = node.meta["dtype"]
-        kind = _kind(dtype)
+        kind = kind_of(dtype)
         node_args: tuple[Any, ...] = node.args
         if op == "full":
             value = node_args[1]
@@ -171,7 +168,7 @@ class Lowering:
             operands = [self._expressions[n] for n in args if n is not None]
             depends = frozenset().union(*(x.depends for x in operands))
             bounds = self._bounds(op, dtype, args) if kind != "float" else INT64
-            is_cheap = op in CHEAP and kind != "float" and _fits(bounds) and all(x.is_cheap for x in operands)
+            is_cheap = op in CHEAP[kind] and fits(bounds) and all(x.is_cheap for x in operands)
             if dtype in (torch.float16, torch.bfloat16) and not self._is_hoisted(depends):
                 self.refuse(node, f"it computes in {str(dtype).removeprefix('torch.')}, and cuDNN's graphs compute in float32")
             self._add(key, Expression(op, args, kind, depends, bounds, node, is_cheap))
@@ -182,7 +179,7 @@ class Lowering:
         if key not in self._known:
             kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
             bounds = (int(value), int(value)) if kind != "float" else INT64
-            self._add(key, Expression("constant", (value,), kind, frozenset(), bounds, None, kind != "float" and _fits(bounds)))
+            self._add(key, Expression("constant", (value,), kind, frozenset(), bounds, None, kind != "float" and fits(bounds)))
         return self._known[key]
 
     def _add(self, key: Hashable, expression: Expression) -> None:
@@ -206,22 +203,24 @@ class Lowering:
             return not self._is_hoisted(self._expressions[x.args[1]].depends)
         return x.op in RISKY and not self._is_hoisted(x.depends)
 
-    def _bounds(self, op: str, dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[int, int]:
+    def _bounds(self, op: str, dtype: torch.dtype, args: tuple[Any, ...]) -> Interval:
         """Returns the bounds of an integer result, or those of its dtype if the op is unknown or an operand is a float."""
         if dtype is torch.bool:
             return (0, 1)
         if op == "index":
             capture = self._expressions[args[0]]
-            return _BOUNDS.get(self.captures[capture.args[0]][0], INT64)
-        operands = [None if n is None else self._expressions[n] for n in args]
-        if any(x is not None and x.kind == "float" for x in operands):
-            return _BOUNDS.get(dtype, INT64)
-        function = INTERVALS.get(op)
-        if function is None:
-            return _BOUNDS.get(dtype, INT64)
-        low, high = function(*(None if x is None else x.bounds for x in operands))
-        limits = _BOUNDS.get(dtype, INT64)
-        return (low, high) if limits[0] <= low and high <= limits[1] else limits
+            return bounds_of_dtype(self.captures[capture.args[0]][0])
+        limits = bounds_of_dtype(dtype)
+        if any(n is not None and self._expressions[n].kind == "float" for n in args):
+            return limits
+        operands: list[Any] = [None if n is None else self._expressions[n].bounds for n in args]
+        if op == "clamp":  # a limit that is absent changes nothing
+            x, low, high = (*operands, None, None)[:3]
+            x = bounds_of("maximum", [x, low or x])
+            found = bounds_of("minimum", [x, high or x])
+        else:
+            found = bounds_of(op, operands)
+        return found if fits(found, limits) else limits
 
     # Values: the steps that compute an expression.
 
@@ -250,7 +249,7 @@ class Lowering:
             return self._read(number)
         operands = [self._expressions[n] for n in x.args if n is not None]
         values = [self._value(n) for n in x.args if n is not None]
-        if x.kind == "int" and not _fits(x.bounds):
+        if x.kind == "int" and not fits(x.bounds):
             self.refuse(x.node, _TOO_WIDE)
         if x.op == "_to_copy":
             return self._converted(x, values[0])
@@ -277,7 +276,7 @@ class Lowering:
 
     def _hoisted(self, number: int) -> int:
         x = self._expressions[number]
-        if x.kind == "int" and not _fits(x.bounds):
+        if x.kind == "int" and not fits(x.bounds):
             self.refuse(x.node, _TOO_WIDE)
         spans = _spans(x.depends)
         reads_tensors = any(name in self.captures and self.captures[name][1] >= 0 for name in x.depends)
@@ -298,7 +297,7 @@ class Lowering:
                 indices.append(int(index.args[0]))
             else:
                 self.refuse(x.node, f"cuDNN has no gather, and the index {self._text(i)} is computed for each query and key")
-        if x.kind == "int" and not _fits(x.bounds):
+        if x.kind == "int" and not fits(x.bounds):
             self.refuse(x.node, f"{name} has 64-bit integers, and cuDNN computes integers in 32 bits; capture an int32 tensor")
         recipe = Recipe(x.kind, _spans(indices), False, read=name, indices=tuple(indices))
         return self._input(("read", name, tuple(indices)), recipe)
@@ -339,32 +338,11 @@ def _spans(names: Container[str | int]) -> Spans:
     return b, h, q_idx, kv_idx
 
 
-def _kind(dtype: torch.dtype) -> str:
-    if dtype is torch.bool:
-        return "bool"
-    return "float" if dtype.is_floating_point else "int"
-
-
-def _op_name(node: Node) -> str:
-    target: Any = node.target
-    name: str = target._qualified_op_name
-    return name.removeprefix("aten::")
-
-
-def _fits(bounds: tuple[int, int]) -> bool:
-    return INT32[0] <= bounds[0] and bounds[1] <= INT32[1]
-
-
 def _cut(node: Node) -> Graph:
     """Returns a graph of `node` and all nodes that it depends on, with `node` as the output."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    needed, todo = {node}, [node]
-    while todo:
-        for x in todo.pop().all_input_nodes:
-            if x not in needed:
-                needed.add(x)
-                todo.append(x)
+    needed = ancestors([node])
     for x in node.graph.nodes:
         if x in needed:
             copies[x] = graph.node_copy(x, lambda n: copies[n])
@@ -399,7 +377,7 @@ def _text_of(node: Node) -> str:
             return str(x)
         if x.op == "placeholder":
             return str(x.target)
-        op = _op_name(x)
+        op = op_name(x)
         args: tuple[Any, ...] = x.args
         if op == "full":
             return str(args[1])

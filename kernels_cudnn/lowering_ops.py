@@ -1,4 +1,4 @@
-"""Lowering of each op of a mod's graph to cuDNN's nodes, and the bounds of its integer results."""
+"""Lowering of each op of a mod's graph to cuDNN's nodes."""
 
 from __future__ import annotations
 
@@ -9,58 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flexattn.kernels_cudnn.lowering import Expression, Lowering
 
-# Bounds of integer results, computed from the operands' bounds.
-
-
-Interval = tuple[int, int]
-
-
-def _corners(*values: int) -> Interval:
-    return min(values), max(values)
-
-
-def _clamp_interval(x: Interval, low: Interval | None = None, high: Interval | None = None) -> Interval:
-    a, b = x
-    if low is not None:
-        a, b = max(a, low[0]), max(b, low[1])
-    if high is not None:
-        a, b = min(a, high[0]), min(b, high[1])
-    return a, b
-
-
-def _remainder_interval(x: Interval, y: Interval) -> Interval:
-    return (min(y[0] + 1, 0), max(y[1] - 1, 0))
-
-
-INTERVALS: dict[str, Callable[..., Interval]] = {
-    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
-    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
-    "mul": lambda x, y: _corners(*(a * b for a in x for b in y)),
-    "neg": lambda x: (-x[1], -x[0]),
-    "abs": lambda x: (0 if x[0] <= 0 <= x[1] else min(abs(x[0]), abs(x[1])), max(abs(x[0]), abs(x[1]))),
-    "maximum": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
-    "minimum": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
-    "clamp": _clamp_interval,
-    "where": lambda c, x, y: (min(x[0], y[0]), max(x[1], y[1])),
-    "remainder": _remainder_interval,
-    "fmod": lambda x, y: (0 if x[0] >= 0 else -max(abs(y[0]), abs(y[1])), max(abs(y[0]), abs(y[1]))),
-    "floor_divide": lambda x, y: _corners(*x, *(-a for a in x), 0),
-    "trunc_divide": lambda x, y: _corners(*x, *(-a for a in x), 0),
-    "_to_copy": lambda x: x,
-    "relu": lambda x: (max(x[0], 0), max(x[1], 0)),
-    "sign": lambda x: (-1, 1),
-}
-
-
 # Functions from an expression's op to steps. Their arguments are the lowering, the expression, its operands, and the operands'
 # values.
 
 Lowered = Callable[["Lowering", "Expression", "list[Expression]", list[int]], int]
 
-CHEAP = frozenset(
-    ("add", "sub", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "mul", "logical_not")
-    + ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_xor")
-)
+_CHEAP = ("add", "sub", "neg", "abs", "maximum", "minimum", "clamp", "mul")
+_LOGICAL = ("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "logical_xor")
+_BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")  # cuDNN has no node for the bits of integers
+CHEAP = {"int": frozenset(_CHEAP), "bool": frozenset(_CHEAP + _LOGICAL + _BITWISE), "float": frozenset[str]()}  # by kind
 # Ops whose result can be infinite in a derivative.
 DIVISIONS = frozenset(("div", "floor_divide", "trunc_divide", "remainder", "fmod"))
 RISKY = frozenset(

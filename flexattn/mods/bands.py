@@ -19,7 +19,8 @@ from typing import NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, call, op_name
+from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, call
+from flexattn.mod_values import op_name
 from flexattn.validation import MASKING
 
 

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, evaluate, new_graph, op_name
+from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, evaluate, new_graph
 from flexattn.dispatch.neutral import neutral_state
+from flexattn.mod_values import op_name
 from flexattn.mods.graph import as_dtype, cancel_factors, converted
 from flexattn.mods.tracer import Recorder, fake_mode
 

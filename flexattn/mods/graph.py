@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from flexattn.compat import OpOverload, tree_leaves, tree_map
-from flexattn.dispatch.mod_program import GRADIENT, OPS, Capture, call, new_graph, op_name
+from flexattn.dispatch.mod_program import GRADIENT, OPS, Capture, call, new_graph
 from flexattn.dispatch.neutral import neutral_state
+from flexattn.mod_values import op_name
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 

@@ -9,7 +9,8 @@ from typing import NamedTuple, cast
 
 from torch.fx import Graph
 
-from flexattn.dispatch.mod_program import GRADIENT, Capture, Program, decode_graph, make_program, op_name
+from flexattn.dispatch.mod_program import GRADIENT, Capture, Program, decode_graph, make_program
+from flexattn.mod_values import op_name
 from flexattn.mods import bands
 from flexattn.mods.bands import Fact, Fill, Masks
 from flexattn.mods.derivative import derive

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from flexattn.dispatch.mod_program import ARGUMENTS, Program, op_name
+from flexattn.dispatch.mod_program import ARGUMENTS, Program
+from flexattn.mod_values import op_name
 from flexattn.mods.trace import Mod
 
 

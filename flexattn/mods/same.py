@@ -8,7 +8,8 @@ from typing import cast
 import torch
 from torch.fx import Graph, Node
 
-from flexattn.dispatch.mod_program import ARGUMENTS, Capture, call, new_graph, op_name
+from flexattn.dispatch.mod_program import ARGUMENTS, Capture, call, new_graph
+from flexattn.mod_values import op_name
 from flexattn.mods.bands import output_of, with_output
 from flexattn.mods.graph import cancel_factors
 

@@ -7,11 +7,13 @@ over all distances (`diagonals`). A score then reads one of consecutive words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+
+from flexattn.mod_values import ancestors, op_name
 
 # Prefixes of inputs that stand for a value of a head, or for an entry of a table; a number follows. No capture has such a name
 HEAD, DIAGONAL = "head:", "diagonal:"
@@ -47,23 +49,6 @@ def hoist(graphs: Sequence[Graph | None], tabulates: bool) -> Hoisted:
     return Hoisted(tuple(graphs), per_head, per_distance)
 
 
-def op_of(node: Node) -> str:
-    """Returns the name of a node's op, without its overload."""
-    return node.target._qualified_op_name.removeprefix("aten::")  # type: ignore[union-attr, no-any-return]
-
-
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """Returns the nodes, and all nodes that they are computed from."""
-    todo = list(nodes)
-    seen = set(todo)
-    while todo:
-        for x in todo.pop().all_input_nodes:
-            if x not in seen:
-                seen.add(x)
-                todo.append(x)
-    return seen
-
-
 def inputs_of(node: Node) -> set[str]:
     """Returns the names of the inputs that a node's value depends on; an entry of a table also depends on the positions."""
     names = {str(x.target) for x in ancestors([node]) if x.op == "placeholder"}
@@ -74,8 +59,8 @@ def _same_for_a_head(graph: Graph) -> set[Node]:
     """Returns the nodes with one value for a head, except for integers without a read, which cost almost nothing to compute."""
     same = set()
     for node in graph.nodes:
-        if node.op == "call_function" and op_of(node) != "full" and not inputs_of(node) & VARYING:
-            reads = any(x.op == "call_function" and op_of(x) == "index" for x in ancestors([node]))
+        if node.op == "call_function" and op_name(node) != "full" and not inputs_of(node) & VARYING:
+            reads = any(x.op == "call_function" and op_name(x) == "index" for x in ancestors([node]))
             if reads or node.meta["dtype"].is_floating_point:
                 same.add(node)
     return same
@@ -90,7 +75,7 @@ def _tabulated(graph: Graph) -> set[Node]:
         if node.op != "call_function" or along[node] != 0 or not (dtype is torch.bool or dtype.is_floating_point):
             continue
         parts = (x for x in ancestors([node]) if x.op == "call_function" and inputs_of(x) & _POSITIONS)
-        if any(op_of(x) in _EXPENSIVE for x in parts):
+        if any(op_name(x) in _EXPENSIVE for x in parts):
             tabulated.add(node)
     return tabulated
 
@@ -105,7 +90,7 @@ def _along_diagonals(graph: Graph) -> dict[Node, int | None]:
         inputs = [along[x] for x in node.all_input_nodes]
         along[node] = 0 if all(n == 0 for n in inputs) else None
         if node.op == "call_function" and None not in inputs and along[node] is None and node.meta["dtype"] is torch.int64:
-            along[node] = _along_sum(op_of(node), [along[x] if isinstance(x, Node) else 0 for x in node.args], node.args)
+            along[node] = _along_sum(op_name(node), [along[x] if isinstance(x, Node) else 0 for x in node.args], node.args)
     return along
 
 
@@ -152,12 +137,12 @@ def _subtracting(graph: Graph) -> Graph:
 
 def _product_added_to_score(node: Node, same: set[Node]) -> tuple[Node | None, Any]:
     """Returns (a factor of a product that is added to a value that depends on the score, the other factor), or (None, None)."""
-    if node.op != "call_function" or op_of(node) != "add" or not all(isinstance(x, Node) for x in node.args):
+    if node.op != "call_function" or op_name(node) != "add" or not all(isinstance(x, Node) for x in node.args):
         return None, None
     terms = [x for x in node.args if isinstance(x, Node)]
     with_score = ["score" in inputs_of(x) for x in terms]
     product = terms[with_score.index(False)] if any(with_score) and not all(with_score) else None
-    if product is None or product.op != "call_function" or op_of(product) != "mul" or product in same:
+    if product is None or product.op != "call_function" or op_name(product) != "mul" or product in same:
         return None, None
     factors = [x for x in product.args if isinstance(x, Node) and x in same]
     if not factors or not product.meta["dtype"].is_floating_point:
@@ -190,7 +175,7 @@ def _extracted(
             if node in edge:
                 copy = _copied(node, extracted, known)
                 outputs += [] if copy in outputs else [copy]
-                name = f"{node.args[0].name}_value" if op_of(node) == "index" else node.name
+                name = f"{node.args[0].name}_value" if op_name(node) == "index" else node.name
                 values[node] = new.create_node("placeholder", f"{prefix}{outputs.index(copy)}", name=name)
             else:
                 values[node] = new.node_copy(node, copy_of)

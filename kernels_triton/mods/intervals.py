@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from flexattn.kernels_triton.mods.hoisting import ancestors, inputs_of, op_of
+from flexattn.kernels_triton.mods.hoisting import inputs_of
 from flexattn.kernels_triton.mods.interval_math import LARGEST_FACTOR
 from flexattn.kernels_triton.mods.lowering import Layout, compile_named
+from flexattn.mod_values import ancestors, op_name
 
 ARGUMENTS = ("b", "h", "q_low", "q_high", "kv_low", "kv_high", "q_ranges", "kv_ranges", "captures")
 BLOCK_ARGUMENTS = ("b", "h", "low", "high", "captures", "SPAN: tl.constexpr")
@@ -167,7 +168,7 @@ class _Lowering:
         return _Interval(*self._pair(f"interval_math.{function}", *ends), all(x.is_point for x in operands))
 
     def _call(self, node: Node) -> _Interval | _Condition | None:
-        op, dtype = op_of(node), node.meta["dtype"]
+        op, dtype = op_name(node), node.meta["dtype"]
         if op == "index":
             return self._read(node)
         if dtype is torch.bool:

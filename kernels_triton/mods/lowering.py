@@ -27,12 +27,11 @@ from torch.fx import Graph, Node
 from flexattn.compat import tree_leaves
 from flexattn.kernels_triton.common import encoded_sizes, exponents, tanh
 from flexattn.kernels_triton.mods import interval_math, mod_math
-from flexattn.kernels_triton.mods.hoisting import DIAGONAL, DISTANCE, HEAD, VARYING, ancestors, inputs_of, op_of
-from flexattn.kernels_triton.mods.lowering_ops import COMPARISONS, FINITE, INT32, INT64, OPS, Value, bounds_of, function
+from flexattn.kernels_triton.mods.hoisting import DIAGONAL, DISTANCE, HEAD, VARYING, inputs_of
+from flexattn.kernels_triton.mods.lowering_ops import COMPARISONS, FINITE, OPS, Value, function
+from flexattn.mod_values import INT32, INT64, Interval, ancestors, bounds_of, bounds_of_dtype, fits, kind_of, op_name
 
 POSITION = (0, 2**30)  # no sequence is longer, because its tensors would exceed memory
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
-_BOUNDS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _INTEGERS} | {torch.bool: (0, 1)}
 TABLE_ENTRIES = len(mod_math.DiagonalTables._fields)  # entries after the captures, for all tables of a mod
 _MODULES = {"tl": tl, "triton": triton, "mod_math": mod_math, "interval_math": interval_math}  # names in a generated source
 # further parameters of an accumulation
@@ -216,12 +215,6 @@ def _whole_tile(value: str) -> str:
     return f"tl.where(score == score, {value}, {value})"
 
 
-def _kind(dtype: torch.dtype) -> str:
-    if dtype is torch.bool:
-        return "bool"
-    return "float" if dtype.is_floating_point else "int"
-
-
 class _Lowering:
     def __init__(self, graph: Graph, captures: Sequence[Layout], is_fp32: bool, appended: Appended | None = None) -> None:
         self.graph = graph
@@ -307,7 +300,7 @@ class _Lowering:
                     if not (layout.is_row_contiguous and part == strides[-1]):
                         self.lines.append(f"{part} = mod_math.read_size(captures[{layout.start + 1 + i}])")
             return Value(text, "float" if layout.ndim < 0 else "pointer")
-        kind = _kind(node.meta["dtype"])
+        kind = kind_of(node.meta["dtype"])
         if target in self.appended:
             value = self.appended[target]
             if node in self.needed:
@@ -339,25 +332,25 @@ class _Lowering:
             return Value(str(x), "int", (x, x), True)
         return Value(repr(x) if math.isfinite(x) else f'float("{x}")', "float", is_literal=True)
 
-    def _assign(self, node: Node, text: str, kind: str, bounds: tuple[int, int] = INT64) -> Value:
+    def _assign(self, node: Node, text: str, kind: str, bounds: Interval = INT64) -> Value:
         name = self.names[node]
         self.lines.append(f"{name} = {text}")
         return Value(name, kind, bounds)
 
-    def _integer(self, node: Node, text: str, bounds: tuple[int, int]) -> Value:
+    def _integer(self, node: Node, text: str, bounds: Interval) -> Value:
         """Assigns an integer, which wraps as the node's dtype does."""
         dtype = node.meta["dtype"]
-        low, high = _BOUNDS.get(dtype, INT64)
-        if low <= bounds[0] and bounds[1] <= high:
+        limits = bounds_of_dtype(dtype)
+        if fits(bounds, limits):
             return self._assign(node, text, "int", bounds)
         text = f"({text}).to(tl.{_name(dtype)})" + ("" if dtype is torch.int32 else ".to(tl.int32)")
-        return self._assign(node, text, "int", (low, high))
+        return self._assign(node, text, "int", limits)
 
     def _call(self, node: Node) -> Value:
-        op = op_of(node)
+        op = op_name(node)
         if op == "index":
             return self._read(node)
-        kind = _kind(node.meta["dtype"])
+        kind = kind_of(node.meta["dtype"])
         if op == "full":
             value: Any = node.args[1]
             return self._operand(bool(value) if kind == "bool" else (float(value) if kind == "float" else int(value)))
@@ -389,7 +382,7 @@ class _Lowering:
             text = f"({text}).to(tl.{_name(node.meta['dtype'])}).to(tl.float32)"
         return self._assign(node, text, kind)
 
-    def _promoted(self, op: str, kind: str, bounds: tuple[int, int], operands: list[Value]) -> list[Value]:
+    def _promoted(self, op: str, kind: str, bounds: Interval, operands: list[Value]) -> list[Value]:
         """Returns the operands in the type that the op computes in, which is torch's promotion of their types."""
         kinds = {operand.kind for operand in operands}
         if op in COMPARISONS:
@@ -406,7 +399,7 @@ class _Lowering:
             bounds = INT64
         return [self._as(x, kind, bounds) for x in operands]
 
-    def _as(self, x: Value, kind: str, bounds: tuple[int, int]) -> Value:
+    def _as(self, x: Value, kind: str, bounds: Interval) -> Value:
         if x.is_literal:
             if kind == "bool" and x.kind == "bool":  # a number would make the result int32, which tl.where does not take
                 return x._replace(text=str(x.text == "1"))
@@ -416,7 +409,7 @@ class _Lowering:
         if kind == "float" and x.kind != "float":
             return x._replace(text=f"{x.text}.to(tl.float32)", kind="float")
         if kind == "int":
-            wide = not (INT32[0] <= bounds[0] and bounds[1] <= INT32[1])
+            wide = not fits(bounds)
             if wide and not x.is_wide:
                 return x._replace(text=f"{x.text}.to(tl.int64)", kind="int")
             if x.kind == "bool":
@@ -424,7 +417,7 @@ class _Lowering:
         return x
 
     def _converted(self, node: Node, x: Value, dtype: torch.dtype) -> Value:
-        kind = _kind(dtype)
+        kind = kind_of(dtype)
         if kind == "bool":
             return self._assign(node, f"{x.text} != 0", "bool")
         if kind == "float":
@@ -491,7 +484,7 @@ class _Lowering:
     def _read(self, node: Node) -> Value:
         capture, indices = cast("tuple[Node, list[Any]]", node.args)
         layout, pointer = self.captures[str(capture.target)], self.names[capture]
-        kind = _kind(layout.dtype)
+        kind = kind_of(layout.dtype)
         offsets = []
         texts, inside = self._indices(indices, pointer, self.names[node])
         for dim, (text, is_wide) in enumerate(texts):
@@ -508,7 +501,7 @@ class _Lowering:
             text += ".to(tl.float32)"
         if kind == "bool":
             text += " != 0"
-        bounds = _BOUNDS.get(layout.dtype, INT64)
+        bounds = bounds_of_dtype(layout.dtype)
         if kind == "int" and layout.dtype not in (torch.int32, torch.int64):
             text += ".to(tl.int32)"
         return self._assign(node, text, kind, bounds)
@@ -531,7 +524,7 @@ def _is_finite(result: Node) -> bool:
     for node in ancestors([result]):
         if node.op == "placeholder" and str(node.target).startswith(DIAGONAL):
             return False
-        op = None if node.op == "placeholder" else op_of(node)
+        op = None if node.op == "placeholder" else op_name(node)
         divisor = node.args[1] if op == "div" else None
         if op is None or op in FINITE or not node.meta["dtype"].is_floating_point or _is_same_for_a_head(node):
             continue

@@ -1,66 +1,22 @@
-"""The ops of a mod's graph as expressions of Triton, and bounds on their results."""
+"""The ops of a mod's graph as expressions of Triton."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-INT32 = (-(2**31), 2**31 - 1)
-INT64 = (-(2**63), 2**63 - 1)
+from flexattn.mod_values import INT64, Interval, fits
 
 
 class Value(NamedTuple):
     text: str
     kind: str  # "float", "int" or "bool"
-    bounds: tuple[int, int] = INT64  # bounds of an int
+    bounds: Interval = INT64  # bounds of an int
     is_literal: bool = False
 
     @property
     def is_wide(self) -> bool:
-        return self.kind == "int" and not (INT32[0] <= self.bounds[0] and self.bounds[1] <= INT32[1])
-
-
-def bounds_of(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
-    """Returns bounds of an integer op's result from bounds of its operands: all of int64 if the result may exceed that and wrap."""
-    corners: list[int]
-    if op == "where":
-        corners = [*operands[1], *operands[2]]
-    elif len(operands) == 1:
-        low, high = operands[0]
-        corners = {
-            "neg": [-high, -low],
-            "abs": [0 if low <= 0 <= high else min(abs(low), abs(high)), max(abs(low), abs(high))],
-        }.get(op, [*INT64])
-        corners = [-1, 1] if op == "sign" else corners
-        corners = [max(0, low), max(0, high)] if op == "relu" else corners
-        corners = [-high - 1, -low - 1] if op == "bitwise_not" else corners
-        corners = [low, high] if op in ("floor", "ceil", "round", "trunc") else corners
-    else:
-        (a, b), (c, d) = operands
-        if op == "add":
-            corners = [a + c, b + d]
-        elif op == "sub":
-            corners = [a - d, b - c]
-        elif op == "mul":
-            corners = [a * c, a * d, b * c, b * d]
-        elif op == "maximum":
-            corners = [max(a, c), max(b, d)]
-        elif op == "minimum":
-            corners = [min(a, c), min(b, d)]
-        elif op in ("floor_divide", "trunc_divide"):
-            corners = [min(a, -b, 0), max(b, -a, 0)] if a < 0 or c < 0 else [0, b]
-        elif op == "remainder":
-            corners = [0, d] if c >= 0 else [min(c, 0), max(d, 0)]
-        elif op == "fmod":
-            corners = [0 if a >= 0 else -max(abs(c), abs(d)), max(abs(c), abs(d)) if b > 0 else 0]
-        elif op == "bitwise_and" and (a >= 0 or c >= 0):
-            corners = [0, min(x for x, low in ((b, a), (d, c)) if low >= 0)]
-        elif op in ("bitwise_or", "bitwise_xor") and a >= 0 and c >= 0:
-            corners = [0, 2 ** max(b, d).bit_length() - 1]
-        else:
-            corners = [*INT64]
-    low, high = min(corners), max(corners)
-    return (low, high) if INT64[0] <= low and high <= INT64[1] else INT64  # a result past int64 wraps to its other end
+        return self.kind == "int" and not fits(self.bounds)
 
 
 # These ops map finite numbers to finite numbers.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.kernels_triton.mods.lowering_ops import INT64, bounds_of
+from flexattn.mod_values import INT64, bounds_of
 from flexattn.mods.bands import implied_band
 from flexattn.mods.trace import trace_mods
 

@@ -179,6 +179,11 @@ CASES: dict[str, Case] = {
     "ops with kinks": Case(scored(lambda sq, skv, device: kinked)),
     "whole numbers": Case(scored(lambda sq, skv, device: positions)),
     "a sum of conditions": Case(scored(lambda sq, skv, device: lambda score, b, h, i, j: score + ((i >= j) + (i - j < 9)) * 0.5)),
+    "bits of one position": Case(scored(lambda sq, skv, device: lambda score, b, h, i, j: score + (i ^ 5) * 0.01 + (j & 3) * 0.25)),
+    "bits of both positions": Case(
+        scored(lambda sq, skv, device: lambda score, b, h, i, j: score + ((i ^ j) & 3) * 0.25), "no node for the bits of integers"
+    ),
+    "a quotient of a quotient": Case(scored(lambda sq, skv, device: lambda score, b, h, i, j: score + (i + j) // 2 // 3 * 0.01)),
     "scores of -inf": Case(
         scored(lambda sq, skv, device: lambda score, b, h, i, j: torch.where((i >= j) & (score > -1.0), score, float("-inf")) + 0.5)
     ),
