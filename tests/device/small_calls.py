@@ -252,7 +252,7 @@ def candidates(call: Forward | Backward) -> dict[str, tuple[families.Family[Any]
     """Returns a family and a tile for each name; the portable kernel with its own tile is the first."""
     forward = isinstance(call, Forward)
     portable: families.Family[Any] = families.PORTABLE_FORWARD if forward else families.PORTABLE_BACKWARD
-    others: tuple[families.Family[Any], ...] = (families.HOPPER_FORWARD,)
+    others: tuple[families.Family[Any], ...] = (families.HOPPER_FEW_KEYS, families.HOPPER_FORWARD)
     if not forward:
         others = (families.HOPPER_FUSED, families.HOPPER_FUSED_192, families.HOPPER_TWO_KERNELS)
     committed = portable.tile(call)
@@ -356,9 +356,10 @@ def regrets(path: Path) -> dict[str, dict[str, float]]:
             if row["status"] != "measured":
                 continue
             shape, us = Shape(*row["shape"]), row["us"]
-            found[row["direction"]][str(shape)] = us[choice_of(getattr(calls_of(shape, "meta"), row["direction"]))] / min(
-                us.values()
-            )
+            choice = choice_of(getattr(calls_of(shape, "meta"), row["direction"]))
+            if choice == "sm_90 few keys" and choice not in us:  # a fitted tile of sm_90 before it was a family
+                choice = "sm_90 fitted"
+            found[row["direction"]][str(shape)] = us[choice] / min(us.values())
     return found
 
 
