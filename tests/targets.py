@@ -52,7 +52,7 @@ LATER = {
     "lists of blocks": ("kernels_triton/sparse/block_forward.py", "kernels_triton/sparse/block_backward.py"),
     "lists of keys": (
         *("kernels_triton/sparse", "dispatch/key_lists.py", "flexattn/key_lists.py", "flexattn/indexer.py"),
-        *("flexattn/latent_rows.py", "flexattn/integrations/transformers/selection.py", "bench/sparse.py"),
+        *("flexattn/latent_rows.py", "flexattn/integrations/transformers/selection.py"),
     ),
     "forwards with a tangent": ("kernels_triton/hopper/tangent.py",),
     "second derivatives": (
@@ -62,7 +62,7 @@ LATER = {
             "dispatch/second_order.py",
             "dispatch/triton_second_order.py",
         ),
-        *("flexattn/second_order.py", "flexattn/mods/second.py", "flexattn/jax/derivatives.py", "bench/second_order.py"),
+        *("flexattn/second_order.py", "flexattn/mods/second.py", "flexattn/jax/derivatives.py"),
     ),
     "statistics": ("kernels_triton/portable/weight_statistics.py", "flexattn/statistics.py"),
     "shared biases": (

@@ -555,8 +555,8 @@ HOPPER_TANGENT = tuple(
     )
 )
 """Tiles of the forward with a tangent. q, k and v have tiles of their tangents beside theirs. Out and its tangent pass through one
-buffer in turn, or have one each if `out_parts` is 1. `bench/second_order.py --tiles` times other tiles.
-"""
+buffer in turn, or have one each if `out_parts` is 1. Times of other tiles are
+in bench/results/second_order_tiles_h200.json (script not kept)."""
 
 
 HOPPER_WIDE = tuple(

@@ -44,7 +44,7 @@ def test_arguments_of_attention_are_those_of_its_signature_and_typed_dicts() -> 
 
 def test_files_of_later_features_exist_and_are_told_apart() -> None:
     assert all((targets.ROOT / place).exists() for places in targets.LATER.values() for place in places)
-    paths = ("kernels_triton/mma/forward.py", "bench/sparse.py", "kernels_triton/common/tiles.py", "bench/mma_rows.py")
+    paths = ("kernels_triton/mma/forward.py", "dispatch/key_lists.py", "kernels_triton/common/tiles.py", "bench/mma_rows.py")
     assert [targets.later_feature(Path(path)) for path in paths] == ["mma.sync", "lists of keys", None, None]
 
 
