@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import flexattn
-from flexattn.bench import mma, record, tables, tiles
+from flexattn.bench import mma, record, tables
 from flexattn.bench.implementations import EAGER, NAMED, TRITON, Implementation, ours
 from flexattn.bench.model_tables import model_tables, own_table
 from flexattn.bench.peers import FLEX, FLEX_MODE, peers
@@ -75,9 +75,6 @@ def make_parser() -> Parser:
         help=f"leave out peers that took more than {RIVAL} times as long as the fastest peer of a cell in these results",
     )
     what.add_argument("--mma-tiles", action="store_true", help="also candidates of tiles of the kernels for mma.sync")
-    what.add_argument(
-        "--portable-tiles", action="store_true", help="also candidates of the portable kernels' tiles, for older GPUs"
-    )
     what.add_argument(
         "--flex-mode", default=FLEX_MODE, help="torch.compile's mode for FlexAttention, as max-autotune-no-cudagraphs"
     )
@@ -189,11 +186,11 @@ def _measure(plan: Plan, args: argparse.Namespace) -> int:
 def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> float:
     """Compiles the plan's cells in processes, for `most` seconds; returns how many it took."""
     backends = [
-        i.name.removeprefix("flexattn ") for i in plan.implementations if tables.is_ours(i.name) and not tiles.is_candidate(i.name)
+        i.name.removeprefix("flexattn ") for i in plan.implementations if tables.is_ours(i.name) and not tables.is_candidate(i.name)
     ]
     same = ["--directions", *plan.directions, "--backends", *backends, "--peers", *args.peers]
     same += ["--rivals", *map(str, args.rivals)] if args.rivals else []
-    same += ["--mma-tiles"] * args.mma_tiles + ["--portable-tiles"] * args.portable_tiles
+    same += ["--mma-tiles"] * args.mma_tiles
     names = [w.name for w in plan.workloads]
     seconds = compile_in_processes([*same, "--flex-mode", args.flex_mode], names, args.compile_processes, most)
     print(f"compiled in {args.compile_processes} processes: {seconds:.0f} s")
@@ -220,8 +217,6 @@ def _implementations(args: argparse.Namespace, device: str, workloads: Sequence[
         chosen = {name: i if tables.is_ours(name) else _as_rival(i, earlier) for name, i in chosen.items()}
     if args.mma_tiles:
         chosen |= {i.name: i for i in mma.tile_implementations(flexattn.__version__)}
-    if args.portable_tiles:
-        chosen |= {i.name: i for i in tiles.tile_implementations(workloads)}
     return list(chosen.values())
 
 
@@ -251,7 +246,7 @@ def _printer() -> Callable[[str], object]:
 def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
     """Prints the tables, and writes the files that the options name."""
     for name, shown in records.items():
-        shown = shown._replace(rows=[row for row in shown.rows if not tiles.is_candidate(row.implementation)])
+        shown = shown._replace(rows=[row for row in shown.rows if not tables.is_candidate(row.implementation)])
         print("\n".join(["", *([name, tables.headline(shown)] if args.source else []), _ceilings(shown)]))
         shown_tables = [*tables.tables(shown, with_share=True), *model_tables(shown), *own_table(shown)]
         print("\n\n".join(["", *(t.text() for t in shown_tables), tables.verdict(shown)]))

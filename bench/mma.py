@@ -33,13 +33,13 @@ from flexattn.bench.inputs import Tensors, arguments_of
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import MODS, OLDER, Workload, title_of
 from flexattn.bench.tables import Table, geometric_mean
-from flexattn.bench.tiles import SWEPT_SEQLENS, is_swept
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.crossovers import Rule
 
 MMA, REPEATABLE, TILES = "flexattn mma", "flexattn mma deterministic", "flexattn mma tile"
 FLASH, FLEX = "SDPA flash", "FlexAttention"
+SWEPT_SEQLENS = (1024, 4096)  # tiles are timed at these lengths
 TIE = 0.02  # share of a time by which runs differ
 
 # Tiles by direction and head dim, as `MmaTile`, `MmaBackwardTile` and `MmaDqTile` write them
@@ -133,7 +133,8 @@ def is_beside_flex(workload: Workload, direction: str) -> bool:
 
 def _serves(kind: str, text: str, workload: Workload, direction: str) -> bool:
     own = direction == ("forward" if kind == "forward" else "backward")
-    return own and is_swept(workload) and text in CANDIDATES[kind].get(workload.head_dim_qk, ())
+    is_plain = workload.group in ("sweep", OLDER) and workload.window_size == (-1, -1)
+    return own and is_plain and workload.seqlen_q in SWEPT_SEQLENS and text in CANDIDATES[kind].get(workload.head_dim_qk, ())
 
 
 def _prepare_tile(kind: str, text: str, workload: Workload, tensors: Tensors, direction: str) -> Prepared:

@@ -15,7 +15,7 @@ from flexattn.bench.implementations import CUDNN, KERNELS, MMA_CAPABILITIES, POR
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import Workload
 from flexattn.bench.tables import geometric_mean, is_ours
-from flexattn.bench.tiles import PORTABLE_TILE, parse_tile, tile_name
+from flexattn.bench.tiles import parse_tile, tile_name
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.crossovers import Rule
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.runtime.device import Tile
 
 KINDS = {("", "vanilla"): "plain", ("relative_bias", "vanilla"): "bias", ("", "learnable"): "sink"}  # heuristics.KINDS
+PORTABLE_TILE = "flexattn portable tile"  # prefix of such a kernel and its tile in runs beside other implementations
 TIE = 0.02  # share of a time by which runs of one tile differ on one device; within it nothing is replaced
 RESOLUTION_US = 1.0  # smallest difference; events have "a resolution of around 0.5 microseconds" (CUDA Runtime API)
 

@@ -220,6 +220,11 @@ def is_ours(name: str) -> bool:
     return name.startswith("flexattn ")
 
 
+def is_candidate(implementation: str) -> bool:
+    """Returns whether an implementation is a tile that was timed beside the committed one."""
+    return is_ours(implementation) and " tile " in implementation
+
+
 def standings(record: Record, peer: str | None = None, ours: str | None = None) -> list[Standing]:
     """Returns the cells in which flexattn (or its implementation `ours`) and a peer (or the named one) were measured."""
     found = []
