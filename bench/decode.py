@@ -12,7 +12,6 @@ so a graph that reads freed memory is found. Needs a GPU.
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,16 +20,16 @@ import torch
 from torch import Tensor
 
 from flexattn.bench import harness
-from flexattn.bench.decode_cells import CELLS, DTYPE, Cell, Step, bytes_of, exact, flops_of, make_steps
+from flexattn.bench.decode_cells import CELLS, Cell, Step, bytes_of, exact, flops_of, make_steps
 from flexattn.bench.decode_peers import peers
-from flexattn.bench.harness import Call, Row, Run, event_times, host_us, in_turns, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Call, Program, Row, host_us
 from flexattn.bench.implementations import Unavailable
 from flexattn.bench.measure import reason_of
+from flexattn.cli import Parser
 
-FLUSH_BYTES = 2**28  # written before each replay: empties L2
 HOST_CALLS = 50
-ROUNDS, CALLS = 5, 8  # turns of each implementation, and replays in each
-SLOW_US = 5000.0  # if a replay takes longer, a turn is one replay, and the host's time is not measured
+BUDGET_MS = 40.0  # device time of each implementation's replays
+SLOW_US = 5000.0  # if a replay takes longer, the host's time is not measured
 
 
 def implementations(cell: Cell, paged: Step, dense: Step) -> dict[str, Callable[[], Call]]:
@@ -92,34 +91,6 @@ def error_of_replay(it: Captured, wanted: Tensor) -> float:
     return harness.distance(it.out, wanted)
 
 
-def time_replays(it: Captured, flush: Tensor, calls: int = CALLS) -> list[float]:
-    """Returns the device time of each replay in microseconds."""
-    return event_times(it.graph.replay, calls, flush.zero_)
-
-
-def measure_merge(flush: Tensor) -> Row:
-    """Returns a row for `merge_attention` on the results of two calls: 16384 queries, 32 heads, head dim 128."""
-    from flexattn import merge_attention
-
-    sides = [torch.randn(16384, 32, 128, device="cuda", dtype=DTYPE), torch.randn(32, 16384, device="cuda")]
-    sides += [torch.randn_like(side) for side in sides]
-    wanted = merge_attention(*(side.double() for side in sides), qkv_format="thd")[0]
-    row: Row = {"cell": "merge of 16384 queries", "implementation": "flexattn"}
-    it = captured(functools.partial(merge_attention, *sides, qkv_format="thd"))
-    row["error"] = error_of_replay(it, wanted)
-    if not row["error"] < harness.WORST:
-        return row | {"status": "wrong"}
-    us = statistics.median(us for _ in range(ROUNDS) for us in time_replays(it, flush))
-    moved = 3 * sides[0].nbytes + 3 * sides[1].nbytes
-    return row | {
-        "status": "measured",
-        "us": us,
-        "gb_s": moved / us * 1e-3,
-        "tflops": 0.0,
-        "host_us": host_us(it.call, HOST_CALLS, torch.cuda.synchronize),
-    }
-
-
 REFUSALS = (Unavailable, ValueError, TypeError, NotImplementedError, RuntimeError, AssertionError)
 
 
@@ -149,7 +120,7 @@ def _check_replay(row: Row, it: Captured, wanted: Tensor) -> None:
 Functions = Callable[[Cell, Step, Step], dict[str, Callable[[], Call]]]
 
 
-def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True, functions_of: Functions | None = None) -> list[Row]:
+def measure(cell: Cell, is_timed: bool = True, functions_of: Functions | None = None) -> list[Row]:
     """Returns a row for each implementation of the cell, or a single row if its tensors do not fit in memory.
 
     functions_of: `implementations`, or another function like it. If a call has a method `spoil`, it runs before each check.
@@ -160,28 +131,27 @@ def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True, functio
         functions = (functions_of or implementations)(cell, paged, dense)
         del paged, dense
     except torch.OutOfMemoryError as e:
-        return [{"cell": name, "implementation": "all", "status": "refused", "reason": reason_of(e)}]
+        return [{"implementation": "all", "status": "refused", "reason": reason_of(e)}]
     rows: list[Row] = []
-    graphs: list[tuple[Row, Captured]] = []
-    for implementation, prepare in functions.items():
-        print(f"{name}: {implementation}", end="\r", flush=True)  # names the implementation if the device faults
-        row: Row = {"cell": name, "implementation": implementation}
+    graphs: dict[str, tuple[Row, Captured]] = {}
+    for name, prepare in functions.items():
+        print(name, end="\r", flush=True)  # names the implementation if the device faults
+        row: Row = {"implementation": name}
         it = _prepared(prepare, wanted, row, is_timed)
         rows.append(row)
         if it is not None:
-            graphs.append((row, it))
+            graphs[name] = row, it
     poison_free_memory()
-    for row, it in graphs:
+    for row, it in graphs.values():
         _check_replay(row, it, wanted)
-    graphs = [(row, it) for row, it in graphs if row["status"] == "checked"]
-    calls = [CALLS if time_replays(it, flush, 2)[1] < SLOW_US else 1 for _, it in graphs]
-    times = in_turns(range(len(graphs)), ROUNDS, lambda n: time_replays(graphs[n][1], flush, calls[n]))
-    for n, (row, it) in enumerate(graphs):
+    graphs = {name: (row, it) for name, (row, it) in graphs.items() if row["status"] == "checked"}
+    times = harness.times({name: it.graph.replay for name, (_, it) in graphs.items()}, BUDGET_MS) if graphs else {}
+    for name, (row, it) in graphs.items():
         _check_replay(row, it, wanted)
         if row["status"] == "checked":
-            row |= {"status": "measured", **quartiles(times[n])}
+            row |= {"status": "measured", **times[name]}
             row |= {"gb_s": bytes_of(cell) / row["us"] * 1e-3, "tflops": flops_of(cell) / row["us"] * 1e-6}
-            row["host_us"] = host_us(it.call, HOST_CALLS, torch.cuda.synchronize) if calls[n] > 1 else None
+            row["host_us"] = host_us(it.call, HOST_CALLS, torch.cuda.synchronize) if row["us"] < SLOW_US else None
     return rows
 
 
@@ -194,27 +164,24 @@ def outcome(row: Row) -> str:
     return f"{row['status']}: error {row['error']:.2e}, of a replay {row.get('error_of_replay', 0.0):.2e}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, only="measure cells whose name matches a pattern, such as 'MLA*', in the order of the patterns")
-    parser.add_argument("--check", action="store_true", help="compile and check everything, and time nothing")
-    parser.add_argument("--list", action="store_true", help="print the cells' names, and measure nothing")
-    options = parser.parse_args(argv)
-    cells = harness.chosen(CELLS, options.only)
-    if options.list:
-        print("\n".join(cells))
-        return 0
-    need_gpu(parser)
-    run = Run("flexattn.bench.decode", __doc__, options.out, argv, peers={peer.name: peer.version for peer in peers()})
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    for name, cell in [*cells.items(), ("merge", None)]:
-        if cell is None and (options.check or "*" not in options.only):
-            continue
-        rows = [measure_merge(flush)] if cell is None else measure(name, cell, flush, not options.check)
-        harness.free_memory()
-        for row in rows:
-            run.add(row, f"{name:36} {row['implementation']:32} {outcome(row)}")
-    return run.status()
+def line(row: Row) -> str:
+    return f"{row['cell']:36} {row['implementation']:32} {outcome(row)}"
 
+
+def add_check(parser: Parser) -> None:
+    parser.add_argument("--check", action="store_true", help="compile and check everything, and time nothing")
+
+
+PROGRAM = Program(
+    "flexattn.bench.decode",
+    __doc__,
+    "cell",
+    CELLS,
+    lambda cell, options: measure(cell, not options.check),
+    line,
+    add_options=add_check,
+    facts=lambda: {"peers": {peer.name: peer.version for peer in peers()}},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.run())

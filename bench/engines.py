@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.bench import decode, harness, record
+from flexattn.bench import decode, record
 from flexattn.bench.decode_cells import GARBAGE, LATENT, WINDOW, Cell, Step, decodes
-from flexattn.bench.harness import Call, Row, Run, host_us, make_parser, need_gpu
+from flexattn.bench.harness import Call, Program, Row, host_us
 from flexattn.bench.implementations import Unavailable
 
 MODEL_LEN = 131072
@@ -250,7 +250,7 @@ def implementations(work: Work) -> dict[str, Callable[[], LayerCall]]:
     return made | {SGLANG: work.sglang}
 
 
-def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list[Row]:
+def measure(cell: Cell, is_timed: bool = True) -> list[Row]:
     """Returns the rows of `decode.measure`, with times beside flexattn's own calls, and the host's time to make metadata."""
     builds: dict[str, Callable[[], object]] = {}
 
@@ -267,38 +267,33 @@ def measure(name: str, cell: Cell, flush: Tensor, is_timed: bool = True) -> list
         made = implementations(Work(cell, paged))
         return {name: functools.partial(watched, name, prepare) for name, prepare in made.items()}
 
-    rows = decode.measure(name, cell, flush, is_timed, functions)
-    times = {row["implementation"]: row["us"] for row in rows if row["status"] == "measured"}
-    for row in rows:
-        if row["implementation"] in times and OURS in times:
-            row["time"] = row["us"] / times[OURS]
-            if row["implementation"] in builds:
-                row["metadata_host_us"] = host_us(builds[row["implementation"]], decode.HOST_CALLS, torch.cuda.synchronize)
+    with torch.inference_mode():
+        rows = decode.measure(cell, is_timed, functions)
+        times = {row["implementation"]: row["us"] for row in rows if row["status"] == "measured"}
+        for row in rows:
+            if row["implementation"] in times and OURS in times:
+                row["time"] = row["us"] / times[OURS]
+                if row["implementation"] in builds:
+                    row["metadata_host_us"] = host_us(builds[row["implementation"]], decode.HOST_CALLS, torch.cuda.synchronize)
     return rows
 
 
-def _outcome(row: Row) -> str:
-    if "time" not in row:
-        return decode.outcome(row)
+def line(row: Row) -> str:
+    time = f"{row['time']:6.3f}, " if "time" in row else ""
     metadata = f", metadata {row['metadata_host_us']:5.1f} us on the host" if "metadata_host_us" in row else ""
-    return f"{row['time']:6.3f}, {decode.outcome(row)}{metadata}"
+    return f"{row['cell']:36} {row['implementation']:24} {time}{decode.outcome(row)}{metadata}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, only="measure cells whose name matches a pattern, such as 'MLA*', in the order of the patterns")
-    parser.add_argument("--check", action="store_true", help="compile and check everything, and time nothing")
-    options = parser.parse_args(argv)
-    need_gpu(parser)
-    run = Run("flexattn.bench.engines", __doc__, options.out, argv, **{name: record.installed(name) for name in PACKAGES})
-    flush = torch.empty(decode.FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    for name, cell in harness.chosen(CELLS, options.only).items():
-        with torch.inference_mode():
-            rows = measure(name, cell, flush, not options.check)
-        harness.free_memory()
-        for row in rows:
-            run.add(row, f"{name:36} {row['implementation']:24} {_outcome(row)}")
-    return run.status()
-
+PROGRAM = Program(
+    "flexattn.bench.engines",
+    __doc__,
+    "cell",
+    CELLS,
+    lambda cell, options: measure(cell, not options.check),
+    line,
+    add_options=decode.add_check,
+    facts=lambda: {name: record.installed(name) for name in PACKAGES},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.run())

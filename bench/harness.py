@@ -1,4 +1,4 @@
-"""The frame of a benchmark program with rows of its own: options, facts of the run, alternating calls, and the result file."""
+"""The harness of benchmark programs with rows of their own: options, cases, facts of the run, times, and the result file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from flexattn.bench import record
+from flexattn.bench.measure import time_on_device
 from flexattn.cli import Parser
 
 K = TypeVar("K", bound=Hashable)
@@ -53,12 +55,10 @@ class Run:
     module: name after `python -m` of the command. method: the program's docstring. facts: further keys of the result file.
     """
 
-    pause = 0.0  # least seconds between two writes by `add`
-
     def __init__(
         self, module: str, method: str | None, out: Path | None, arguments: Sequence[str] | None = None, **facts: Any
     ) -> None:
-        self.out, self.written = out, 0.0
+        self.out = out
         self.rows: list[Row] = []
         self.content: dict[str, Any] = {
             "command": record.command_line(module, sys.argv[1:] if arguments is None else arguments, out),
@@ -75,11 +75,9 @@ class Run:
         self.rows.append(row)
         if line:
             print(line, flush=True)
-        if time.monotonic() - self.written >= self.pause:
-            self.write()
+        self.write()
 
     def write(self) -> None:
-        self.written = time.monotonic()
         if self.out is not None:
             record.replace(self.out, self.content)
 
@@ -87,6 +85,47 @@ class Run:
         """Returns the exit status: 1 if a result is wrong, of this implementation if it is named."""
         rows = (row for row in self.rows if implementation in (None, row.get("implementation")))
         return int(any(row.get("status") == "wrong" for row in rows))
+
+
+@dataclass(frozen=True)
+class Program(Generic[T]):
+    """A program that measures cases by name. Each of its rows is printed and written as soon as it is measured.
+
+    module: name after `python -m`. method: its docstring. case: the field of a row that has the case's name. add_options: adds
+    options for `measure`. facts: further keys of the result file. fails: the implementation whose wrong results make the exit
+    status 1; None: all of them.
+    """
+
+    module: str
+    method: str | None
+    case: str
+    cases: Mapping[str, T]
+    measure: Callable[[T, argparse.Namespace], Iterable[Row]]
+    line: Callable[[Row], str]
+    add_options: Callable[[Parser], object] = lambda parser: None
+    facts: Callable[[], Mapping[str, Any]] = dict
+    fails: str | None = None
+
+    def run(self, argv: Sequence[str] | None = None) -> int:
+        """Measures the cases that the options name. Returns the exit status."""
+        parser = make_parser(self.method, only="measure cases whose name matches a pattern, in the order of the patterns")
+        parser.add_argument("--list", action="store_true", help="print the names of the cases, and measure nothing")
+        parser.add_target()
+        self.add_options(parser)
+        options = parser.parse_args(argv)
+        cases = chosen(self.cases, options.only)
+        if options.list:
+            print("\n".join(cases))
+            return 0
+        need_gpu(parser)
+        parser.imitate(options.target)
+        run = Run(self.module, self.method, options.out, argv, **self.facts())
+        for name, case in cases.items():
+            for row in self.measure(case, options):
+                row = {self.case: name, **row}
+                run.add(row, self.line(row))
+            free_memory()
+        return run.status(self.fails)
 
 
 def in_turns(keys: Iterable[K], rounds: int, turn: Callable[[K], Iterable[float]]) -> dict[K, list[float]]:
@@ -109,21 +148,16 @@ def distance(got: Tensor, exact: Tensor) -> float:
     return float((got.to(exact.dtype) - exact).norm() / exact.norm())
 
 
-def forward_and_backward(attend: Callable[..., Tensor], qkv: Sequence[Tensor]) -> dict[str, Call]:
-    """Returns the calls of both directions. The backward is that of one forward, whose graph is retained."""
-    leaves = [t.detach().requires_grad_() for t in qkv]
-    out = attend(*leaves)
-    dout = torch.randn_like(out)
-    return {
-        "forward": lambda: attend(*qkv),
-        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
-    }
-
-
 def quartiles(samples: Sequence[float], name: str = "us") -> dict[str, float]:
     """Returns the median of samples as `name`, and the quartiles as `name`_q1 and `name`_q3."""
     q1, median, q3 = statistics.quantiles(samples, n=4)
     return {name: median, f"{name}_q1": q1, f"{name}_q3": q3}
+
+
+def times(calls: Mapping[str, Call], budget_ms: float, name: str = "us") -> dict[str, Row]:
+    """Returns the `quartiles` of each call's device time, of calls in turns (`measure.time_on_device`). name: "us" or "ms"."""
+    factor = {"us": 1e3, "ms": 1.0}[name]
+    return {key: quartiles([factor * ms for ms in taken.ms], name) for key, taken in time_on_device(calls, budget_ms).items()}
 
 
 def host_us(call: Callable[[], object], calls: int, wait: Callable[[], object]) -> float:
@@ -136,18 +170,6 @@ def host_us(call: Callable[[], object], calls: int, wait: Callable[[], object]) 
         times.append(1e6 * (time.perf_counter() - before))
     wait()
     return statistics.median(times)
-
-
-def event_times(call: Callable[[], object], calls: int, before: Callable[[], object]) -> list[float]:
-    """Returns the device time of each call in microseconds. before: enqueued ahead of each call and not timed."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
-    for start, end in events:
-        before()
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) for start, end in events]
 
 
 def free_memory() -> None:

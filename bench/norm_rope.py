@@ -1,7 +1,6 @@
-"""QK-norm with rotary positions, forward and backward, beside torch.compile of two forms of it; times of the kernels' blocks.
+"""QK-norm with rotary positions, forward and backward, beside torch.compile of two forms of it.
 
     python -m flexattn.bench.norm_rope --out norm_rope.json [--only PATTERN ...]
-    python -m flexattn.bench.norm_rope --blocks --out norm_rope_blocks.json [--only PATTERN ...]
 
 Each row is the device time of one call in bfloat16 in microseconds (`measure.time_on_device`), as median and quartiles. The forward
 is a training step's. `torch.compile, as written` compiles the form of the models' packages, and `torch.compile, fused` the one with
@@ -20,14 +19,12 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from flexattn.bench import harness
-from flexattn.bench.harness import Row, Run, make_parser, need_gpu, quartiles
-from flexattn.bench.measure import time_on_device
+from flexattn.bench.harness import Program, Row
 from flexattn.nn import qk_norm_rope
 
 BUDGET_MS = 20.0  # device time of each call
 EPS = 1e-6
 OURS, WRITTEN, FUSED = "flexattn", "torch.compile, as written", "torch.compile, fused"
-BLOCKS = ((512, 4, 8), (1024, 4, 8), (2048, 4, 4), (2048, 4, 5), (2048, 4, 8), (2048, 4, 16), (2048, 8, 4))  # `norm_rope.Block`
 
 
 class Shape(NamedTuple):
@@ -165,59 +162,31 @@ def wrong(got: Sequence[Tensor], exact: Sequence[Tensor], same: Sequence[Tensor]
     return ""
 
 
-def measure(shape: Shape, x: Inputs) -> Iterator[Row]:
+def measure(shape: Shape, device: str = "cuda") -> Iterator[Row]:
     """Yields a row for each direction and implementation."""
+    x = inputs_of(shape, torch.bfloat16, device)
     calls = {OURS: calls_of(ours, shape, x, compiles=False)}
     same = results_of(calls_of(fused, shape, x, compiles=False))
+    row: Row = {"sizes": shape, "implementation": OURS}
     if error := wrong(results_of(calls[OURS]), in_float64(shape, x), same):
-        yield {"implementation": OURS, "status": "wrong", "error": error}
+        yield row | {"status": "wrong", "error": error}
         return
     for name, form in ((FUSED, fused), (WRITTEN, as_written)):
         calls[name] = calls_of(form, shape, x, compiles=True)
     for direction in calls[OURS]:
-        samples = time_on_device({name: call[direction] for name, call in calls.items()}, BUDGET_MS)
-        times = {name: quartiles([1e3 * ms for ms in taken.ms]) for name, taken in samples.items()}
+        times = harness.times({name: call[direction] for name, call in calls.items()}, BUDGET_MS)
         fastest = min(taken["us"] for name, taken in times.items() if name != OURS)
         for name, taken in times.items():
             speed = {"speed": fastest / taken["us"]} if name == OURS else {}
-            yield {"implementation": name, "direction": direction, "status": "measured", **taken, **speed}
+            yield row | {"implementation": name, "direction": direction, "status": "measured", **taken, **speed}
 
 
-def measure_blocks(shape: Shape, x: Inputs) -> Iterator[Row]:
-    """Yields a row for each direction and block. Each block's results are compared with float64."""
-    from flexattn.kernels_triton.portable import norm_rope
-
-    exact, same = in_float64(shape, x), results_of(calls_of(fused, shape, x, compiles=False))
-    before = dict(norm_rope.BLOCKS)
-    try:
-        for block in BLOCKS:
-            norm_rope.BLOCKS.update(dict.fromkeys(before, norm_rope.Block(*block)))
-            calls = calls_of(ours, shape, x, compiles=False)
-            if error := wrong(results_of(calls), exact, same):
-                yield {"implementation": OURS, "block": block, "status": "wrong", "error": error}
-                continue
-            for direction, samples in time_on_device(calls, BUDGET_MS).items():
-                times = quartiles([1e3 * ms for ms in samples.ms])
-                yield {"implementation": OURS, "block": block, "direction": direction, "status": "measured", **times}
-    finally:
-        norm_rope.BLOCKS.update(before)
+def line(row: Row) -> str:
+    facts = f"{row['us']:8.1f} us {row.get('speed', '')!s:5.5}" if "us" in row else row["error"]
+    return f"{row['shape']:8} {row.get('direction', ''):9} {row['implementation']:26} {facts}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, only="patterns of shapes, such as 'Qwen*'")
-    parser.add_argument("--blocks", action="store_true", help="time blocks of the kernels")
-    options = parser.parse_args(argv)
-    need_gpu(parser)
-    run = Run("flexattn.bench.norm_rope", __doc__, options.out, argv)
-    for name, shape in harness.chosen(SHAPES, options.only).items():
-        x = inputs_of(shape, torch.bfloat16, "cuda")
-        for row in (measure_blocks if options.blocks else measure)(shape, x):
-            fields = {"shape": name, "sizes": shape, **row}
-            facts = f"{row['us']:8.1f} us {row.get('speed', '')!s:5.5}" if "us" in row else row["error"]
-            run.add(fields, f"{name:8} {row.get('direction', ''):9} {row.get('block', row['implementation'])!s:26} {facts}")
-    run.write()
-    return run.status()
-
+PROGRAM = Program("flexattn.bench.norm_rope", __doc__, "shape", SHAPES, lambda shape, options: measure(shape), line)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.run())

@@ -12,6 +12,7 @@ come from torch's `scaled_dot_product_attention`, which is called for one docume
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -25,11 +26,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.varlen import varlen_attn
 
-from flexattn.bench import record
-from flexattn.bench.harness import Row, Run, event_times, free_memory, in_turns, make_parser, need_gpu, quartiles
+from flexattn.bench import harness, record
+from flexattn.bench.harness import Program, Row
 
 WORST = 2.0
-ROUNDS = 8
+BUDGET_MS = 1000.0  # device time of each call
 T = TypeVar("T")
 OWN, OURS = "own", "flexattn"
 PACKAGES = ("diffusers", "torchtitan")
@@ -234,19 +235,14 @@ def forward(subject: Subject, model: nn.Module) -> None:
 def timed(subject: Subject) -> Iterator[Row]:
     """Yields the times of each direction and implementation, and their speed beside the package's own attention."""
     for direction, call in (("forward", forward), ("step", step)):
-
-        def turn(name: str, call: Callable[[Subject, nn.Module], None] = call) -> list[float]:
-            return event_times(lambda: call(subject, subject.models[name]), 1, int)
-
-        in_turns(subject.models, 2, turn)  # compiles
-        samples = in_turns(subject.models, ROUNDS, turn)
-        times = {name: quartiles([us * 1e-3 for us in taken], "ms") for name, taken in samples.items()}
+        calls = {name: functools.partial(call, subject, model) for name, model in subject.models.items()}
+        times = harness.times(calls, BUDGET_MS, "ms")
         for name, taken in times.items():
             yield {"direction": direction, "implementation": name, "speed": times[OWN]["ms"] / taken["ms"]} | taken
 
 
-def rows_of(make: Callable[[Sizes], Subject], sizes: Sizes) -> Iterator[Row]:
-    """Yields the rows of one model, with the status measured, wrong or refused."""
+def measure(make: Callable[[Sizes], Subject], sizes: Sizes) -> Iterator[Row]:
+    """Yields a row for each direction and implementation of a model, with the status measured, wrong or refused."""
     try:
         subject = make(sizes)
         error = error_of(subject)
@@ -259,27 +255,20 @@ def rows_of(make: Callable[[Sizes], Subject], sizes: Sizes) -> Iterator[Row]:
         yield {"status": "refused", "reason": f"{type(e).__name__}: {e}"[:200]}
 
 
-def measure(sizes: Sizes) -> Iterator[Row]:
-    """Yields a row for each model, direction and implementation."""
-    for name, make in SUBJECTS.items():
-        for row in rows_of(make, sizes):
-            yield {"model": name} | row
-        free_memory()
+def line(row: Row) -> str:
+    times = f"{row['ms']:8.2f} ms {row['speed']:5.2f}" if row["status"] == "measured" else row["status"]
+    return f"{times:18} {row['model']:26} {row.get('direction', ''):8} {row.get('implementation', row.get('reason', ''))}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    options = parser.parse_args(argv)
-    need_gpu(parser)
-    facts = {name: record.installed(name) for name in PACKAGES}
-    run = Run("flexattn.bench.package_models", __doc__, options.out, argv, **facts)
-    for row in measure(Sizes(is_tiny=False, device=torch.device("cuda"))):
-        times = f"{row['ms']:8.2f} ms {row['speed']:5.2f}" if row["status"] == "measured" else row["status"]
-        run.add(
-            row, f"{times:18} {row['model']:26} {row.get('direction', ''):8} {row.get('implementation', row.get('reason', ''))}"
-        )
-    return run.status()
-
+PROGRAM = Program(
+    "flexattn.bench.package_models",
+    __doc__,
+    "model",
+    SUBJECTS,
+    lambda make, options: measure(make, Sizes(is_tiny=False, device=torch.device("cuda"))),
+    line,
+    facts=lambda: {name: record.installed(name) for name in PACKAGES},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.run())

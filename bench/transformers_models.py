@@ -11,7 +11,8 @@ transformers 5.17 or later.
 
 from __future__ import annotations
 
-import itertools
+import argparse
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -20,16 +21,15 @@ import torch
 from torch import Tensor
 
 from flexattn import compat
-from flexattn.bench import record
-from flexattn.bench.harness import Row, Run, event_times, free_memory, make_parser, need_gpu, quartiles
+from flexattn.bench import harness, record
+from flexattn.bench.harness import Program, Row
+from flexattn.bench.measure import peak_bytes, reason_of
 
-# The implementations of a group alternate by model. FlexAttention compiles for minutes, so it comes after the others.
-GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
-IMPLEMENTATIONS = tuple(itertools.chain(*GROUPS))
+IMPLEMENTATIONS = ("eager", "sdpa", "flexattn", "flex_attention")  # the last one compiles for minutes
 DECODER_BATCHES = ("one sequence", "packed", "left-padded")
-BATCHES = (*DECODER_BATCHES, "right-padded", "images")
+TOKENS = 8192  # of a step
 WORST = 2.0
-WARM_UPS, CALLS = 3, 10
+BUDGET_MS = 1000.0  # time of the steps of a batch
 Entries = dict[str, float]
 SIZES: dict[str, int] = {"vocab_size": 1000, "num_hidden_layers": 2, "max_position_embeddings": 32768, "pad_token_id": 0}
 LARGE = SIZES | {
@@ -120,14 +120,13 @@ def batches(tokens: int, device: torch.device) -> dict[str, Batch]:
     }
 
 
-def build(model: str, implementation: str, dtype: torch.dtype, device: torch.device, is_large: bool = False) -> torch.nn.Module:
+def build(model: Model, implementation: str, dtype: torch.dtype, device: torch.device, is_large: bool = False) -> torch.nn.Module:
     """Returns a model. Its random weights are the same for every implementation and dtype."""
     import transformers
 
-    chosen = MODELS[model]
     torch.manual_seed(1)
-    config = getattr(transformers, chosen.config)(**(chosen.large if is_large else chosen.small))
-    subject = getattr(transformers, chosen.maker).from_config(config, attn_implementation=implementation)
+    config = getattr(transformers, model.config)(**(model.large if is_large else model.small))
+    subject = getattr(transformers, model.maker).from_config(config, attn_implementation=implementation)
     for key, weight in subject.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(weight)
@@ -147,22 +146,12 @@ def step(model: torch.nn.Module, batch: Batch) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def time_steps(model: torch.nn.Module, batch: Batch) -> dict[str, float]:
-    """Returns the milliseconds of steps (median and quartiles) and the peak memory in GiB, including the model's."""
-    for _ in range(WARM_UPS):
-        step(model, batch)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    ms = [us * 1e-3 for _ in range(CALLS) for us in event_times(lambda: step(model, batch), 1, int)]  # one by one
-    return {**quartiles(ms, "ms"), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-
-
-def errors(model: str, implementation: str, tokens: int, device: torch.device) -> dict[str, float]:
+def errors(model: Model, implementation: str, tokens: int, device: torch.device) -> dict[str, float]:
     """Returns for each batch the largest error of the results in bfloat16 over that of eager, against eager in float32."""
     exact = build(model, "eager", torch.float32, device).eval()
     plain, subject = (build(model, name, torch.bfloat16, device).eval() for name in ("eager", implementation))
     ratios = {}
-    for name in MODELS[model].batches:
+    for name in model.batches:
         batch = batches(tokens, device)[name]
         wanted = results_of(exact, batch)
         off, plainly_off = ((results_of(run, batch) - wanted).abs().max().item() for run in (subject, plain))
@@ -170,65 +159,59 @@ def errors(model: str, implementation: str, tokens: int, device: torch.device) -
     return ratios
 
 
-class Chosen(NamedTuple):
-    """Cells to measure."""
-
-    tokens: int
-    models: Sequence[str]
-    implementations: Sequence[str]
-    batches: Sequence[str]
-
-
-def measure(chosen: Chosen, device: torch.device) -> Iterator[Row]:
-    """Yields a row for each model, implementation and batch, with the status measured, wrong or refused."""
-    for group, model in itertools.product(GROUPS, chosen.models):
-        for implementation in (name for name in group if name in chosen.implementations):
-            compat.dynamo().reset()  # Dynamo compiles few shapes of a function; past that limit FlexAttention stores all scores
-            row: Row = {"model": model, "implementation": implementation}
-            try:
-                off = errors(model, implementation, 512, device)
-                subject = build(model, implementation, torch.bfloat16, device, is_large=True).train()
-            except (ImportError, NotImplementedError, RuntimeError, ValueError) as e:
-                yield row | {"status": "refused", "reason": str(e).splitlines()[0]}
+def measure(model: Model, implementations: Sequence[str], device: torch.device) -> Iterator[Row]:
+    """Yields a row for each implementation and batch of a model, with the status measured, wrong or refused."""
+    for implementation in implementations:
+        compat.dynamo().reset()  # Dynamo compiles few shapes of a function; past that limit FlexAttention stores all scores
+        row: Row = {"implementation": implementation}
+        try:
+            off = errors(model, implementation, 512, device)
+            subject = build(model, implementation, torch.bfloat16, device, is_large=True).train()
+        except (ImportError, NotImplementedError, RuntimeError, ValueError) as e:
+            yield row | {"status": "refused", "reason": reason_of(e)}
+            continue
+        for name in model.batches:
+            call = functools.partial(step, subject, batches(TOKENS, device)[name])
+            compat.dynamo().reset()
+            cell = row | {"batch": name, "error": off[name]}
+            if off[name] > WORST:
+                yield cell | {"status": "wrong"}
                 continue
-            for name in (name for name in MODELS[model].batches if name in chosen.batches):
-                batch = batches(chosen.tokens, device)[name]
-                compat.dynamo().reset()
-                cell = row | {"batch": name, "error": off[name]}
-                if off[name] > WORST:
-                    yield cell | {"status": "wrong"}
-                    continue
-                try:
-                    measured = time_steps(subject, batch)
-                except torch.cuda.OutOfMemoryError as e:
-                    yield cell | {"status": "refused", "reason": str(e).splitlines()[0]}
-                else:
-                    yield cell | {"status": "measured"} | measured
-            del subject
-            free_memory()
+            try:
+                cell |= harness.times({name: call}, BUDGET_MS, "ms")[name]
+                cell |= {"status": "measured", "peak_gib": (torch.cuda.memory_allocated() + peak_bytes(call)) / 2**30}
+            except torch.cuda.OutOfMemoryError as e:
+                cell |= {"status": "refused", "reason": reason_of(e)}
+            yield cell
+        del subject, call
+        harness.free_memory()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_target()
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a step, a multiple of 64")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
-    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=BATCHES)
-    options = parser.parse_args(argv)
-    need_gpu(parser)
-    parser.imitate(options.target)
+def line(row: Row) -> str:
+    times = f"{row['ms']:8.1f} ms {row['peak_gib']:5.1f} GiB" if row["status"] == "measured" else row["status"]
+    return f"{times:22} {row['model']:8} {row['implementation']:15} {row.get('batch', '')} {row.get('reason', '')}"
+
+
+def measure_on_gpu(model: Model, options: argparse.Namespace) -> Iterator[Row]:
     from flexattn.integrations.transformers import register
 
     register()
-    facts = {"transformers": record.installed("transformers"), "tokens": options.tokens}
-    run = Run("flexattn.bench.transformers_models", __doc__, options.out, argv, **facts)
-    chosen = Chosen(options.tokens, options.models, options.implementations, options.batches)
-    for row in measure(chosen, torch.device("cuda")):
-        times = f"{row['ms']:8.1f} ms {row['peak_gib']:5.1f} GiB" if row["status"] == "measured" else row["status"]
-        run.add(row, f"{times:22} {row['model']:8} {row['implementation']:15} {row.get('batch', '')} {row.get('reason', '')}")
-    return run.status("flexattn")
+    return measure(model, options.implementations, torch.device("cuda"))
 
+
+PROGRAM = Program(
+    "flexattn.bench.transformers_models",
+    __doc__,
+    "model",
+    MODELS,
+    measure_on_gpu,
+    line,
+    add_options=lambda parser: parser.add_argument(
+        "--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS
+    ),
+    facts=lambda: {"transformers": record.installed("transformers"), "tokens": TOKENS},
+    fails="flexattn",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.run())

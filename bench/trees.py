@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from flexattn import attention, create_block_mask, mods
 from flexattn.bench import harness
-from flexattn.bench.harness import Row, Run, event_times, in_turns, make_parser, need_gpu, quartiles
+from flexattn.bench.harness import Call, Program, Row
 
-ROUNDS, CALLS = 3, 4
+BUDGET_MS = 100.0  # device time of each call
+DENSE = "dense causal"
 CHECKED = 64  # queries whose results are compared with the eager backend
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 
@@ -28,7 +29,6 @@ HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 class Tree(NamedTuple):
     """Prompts of `prompt` tokens, each with `answers` answers, each of them with `continuations` continuations."""
 
-    name: str
     prompts: int
     prompt: int
     answers: int
@@ -58,11 +58,11 @@ class Tree(NamedTuple):
         return sum(n * b + n * (n + 1) // 2 for n, b in zip(lengths, before, strict=True))
 
 
-TREES = (
-    Tree("16 answers", 1, 4096, 16, 768),
-    Tree("8 prompts, 8 answers each", 8, 512, 8, 192),
-    Tree("4 answers, 4 continuations each", 1, 4096, 4, 1024, 4, 512),
-)
+TREES = {
+    "16 answers": Tree(1, 4096, 16, 768),
+    "8 prompts, 8 answers each": Tree(8, 512, 8, 192),
+    "4 answers, 4 continuations each": Tree(1, 4096, 4, 1024, 4, 512),
+}
 
 
 def mask_of(tree: Tree, device: str) -> tuple[Callable[..., Tensor], int]:
@@ -87,48 +87,40 @@ def error_of(mask_mod: Callable[..., Tensor], qkv: list[Tensor], out: Tensor) ->
     return harness.distance(out[:, first:], exact)
 
 
-def measure(tree: Tree, run: Run, device: str = "cuda") -> None:
+def measure(tree: Tree, device: str = "cuda") -> Iterator[Row]:
+    """Yields a row for each direction, and each way to call."""
     mask_mod, tokens = mask_of(tree, device)
     qkv = tensors(tokens, device)
     ways: dict[str, dict[str, Any]] = {
-        "dense causal": {"attn_mask_type": "causal"},
+        DENSE: {"attn_mask_type": "causal"},
         "mods.tree": {"mask_mod": mask_mod},
         "BlockMask": {"block_mask": create_block_mask(mask_mod, None, None, tokens, tokens, device)},
     }
-    pairs = dict.fromkeys(ways, tree.visible_pairs()) | {"dense causal": tokens * (tokens + 1) // 2}
+    leaves, dout = [t.detach().requires_grad_() for t in qkv], torch.randn_like(qkv[0])
     attends = {way: functools.partial(attention, backend="triton", **options) for way, options in ways.items()}
-    calls = {way: harness.forward_and_backward(attend, qkv) for way, attend in attends.items()}
-    masks = dict.fromkeys(ways, mask_mod) | {"dense causal": mods.causal()}
-    errors = {way: error_of(masks[way], qkv, attend(*qkv)) for way, attend in attends.items()}
+    errors = {way: error_of(mods.causal() if way == DENSE else mask_mod, qkv, attend(*qkv)) for way, attend in attends.items()}
+    graphs = {way: functools.partial(torch.autograd.grad, attend(*leaves), leaves, dout) for way, attend in attends.items()}
+    calls: dict[str, dict[str, Call]] = {
+        "forward": {way: functools.partial(attend, *qkv) for way, attend in attends.items()},
+        "backward": {way: functools.partial(backward, retain_graph=True) for way, backward in graphs.items()},
+    }
     for direction, products in (("forward", 2), ("backward", 5)):
-        own = {way: calls[way][direction] for way in ways}
-        for call in own.values():
-            for _ in range(3):
-                call()
-        samples = in_turns(own, ROUNDS, lambda way: event_times(calls[way][direction], CALLS, int))  # noqa: B023 (runs at once)
-        rates = {}
-        for way in ways:
-            times = quartiles(samples[way])
-            rates[way] = 2 * products * pairs[way] * HEADS * HEAD_DIM / times["us"] / 1e6
-            share = rates[way] / rates["dense causal"]
-            row: Row = {"tree": tree.name, "tokens": tokens, "way": way, "direction": direction, "visible_pairs": pairs[way]}
-            row |= {"error": errors[way], "tflops": rates[way], "share_of_dense": share, **times}
-            row["status"] = "measured" if errors[way] < harness.WORST else "wrong"
-            text = f"{tree.name:32} {way:13} {direction:9} {times['us']:9.0f} us {rates[way]:6.1f} TFLOP/s of visible pairs"
-            run.add(row, f"{text}, {share:.2f} of dense, error {errors[way]:.1e}")
+        dense = 0.0
+        for way, taken in harness.times(calls[direction], BUDGET_MS).items():
+            pairs = tokens * (tokens + 1) // 2 if way == DENSE else tree.visible_pairs()
+            rate = 2 * products * pairs * HEADS * HEAD_DIM / taken["us"] / 1e6
+            dense = dense or rate
+            row: Row = {"tokens": tokens, "way": way, "direction": direction, "visible_pairs": pairs, "error": errors[way]}
+            row |= {"tflops": rate, "share_of_dense": rate / dense, **taken}
+            yield row | {"status": "measured" if errors[way] < harness.WORST else "wrong"}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    arguments = parser.parse_args(argv)
-    need_gpu(parser)
-    run = Run("flexattn.bench.trees", __doc__, arguments.out)
-    for tree in TREES:
-        measure(tree, run)
-        torch.cuda.empty_cache()
-    run.write()
-    return run.status()
+def line(row: Row) -> str:
+    times = f"{row['us']:9.0f} us {row['tflops']:6.1f} TFLOP/s of visible pairs, {row['share_of_dense']:.2f} of dense"
+    return f"{row['tree']:32} {row['way']:13} {row['direction']:9} {times}, error {row['error']:.1e}"
 
+
+PROGRAM = Program("flexattn.bench.trees", __doc__, "tree", TREES, lambda tree, options: measure(tree), line)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.run())

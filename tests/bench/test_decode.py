@@ -13,6 +13,7 @@ from torch import Tensor
 from flexattn import attention
 from flexattn.bench import decode, decode_cells, decode_peers, harness, page
 from flexattn.bench.implementations import Unavailable
+from flexattn.bench.measure import Samples
 from tests.conftest import ROOT
 
 SMALL = {
@@ -99,11 +100,11 @@ def test_bytes_and_operations() -> None:
 
 
 def test_without_a_device_it_lists_cells_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert decode.main(["--list", "--only", "MLA*"]) == 0
+    assert decode.PROGRAM.run(["--list", "--only", "MLA*"]) == 0
     assert capsys.readouterr().out.splitlines() == [name for name in decode_cells.CELLS if name.startswith("MLA")]
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
-            decode.main([])
+            decode.PROGRAM.run([])
 
 
 @pytest.mark.parametrize(
@@ -159,10 +160,10 @@ def measured(
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(decode, "captured", captured)
     monkeypatch.setattr(decode, "poison_free_memory", lambda: None)
-    monkeypatch.setattr(decode, "time_replays", lambda it, flush, calls=8: [10.0] * calls)
+    monkeypatch.setattr(harness, "time_on_device", lambda calls, budget_ms: dict.fromkeys(calls, Samples([0.01] * 3, [])))
     monkeypatch.setattr(decode, "make_steps", lambda cell: decode_cells.make_steps(cell, "cpu"))
     monkeypatch.setattr(decode, "implementations", lambda cell, paged, dense: functions)
-    return {row["implementation"]: row for row in decode.measure("small", SMALL["page 4"], torch.empty(1))}
+    return {row["implementation"]: row for row in decode.measure(SMALL["page 4"])}
 
 
 def right() -> Callable[[], Tensor]:
@@ -222,7 +223,7 @@ def test_a_cell_whose_tensors_do_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(decode, "make_steps", too_large)
-    rows = decode.measure("small", SMALL["page 4"], torch.empty(1))
+    rows = decode.measure(SMALL["page 4"])
     assert [(row["implementation"], row["status"]) for row in rows] == [("all", "refused")]
 
 
@@ -243,7 +244,7 @@ def test_a_reason_has_the_class_and_no_advice() -> None:
 
 
 def test_cells_are_chosen_in_the_order_of_the_patterns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert decode.main(["--list", "--only", "MLA 16*", "1 x *", "*"]) == 0
+    assert decode.PROGRAM.run(["--list", "--only", "MLA 16*", "1 x *", "*"]) == 0
     names = capsys.readouterr().out.splitlines()
     assert names[:3] == ["MLA 16 heads, 32 x 8192, page 64", "MLA 16 heads, 1 x 65536, page 64", "1 x 1024, page 16"]
     assert sorted(names) == sorted(decode_cells.CELLS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn.bench import norm_rope
+from flexattn.bench import harness, norm_rope
 from flexattn.bench.measure import Samples
 from flexattn.bench.norm_rope import Shape
 
@@ -34,11 +34,11 @@ def test_speed_is_that_beside_the_faster_form(monkeypatch: pytest.MonkeyPatch) -
     def timed(calls: dict[str, Any], budget_ms: float) -> dict[str, Samples]:
         return {name: Samples([ms] * 3, []) for name, ms in zip(calls, (1.0, 3.0, 2.0), strict=True)}
 
-    monkeypatch.setattr(norm_rope, "time_on_device", timed)
+    monkeypatch.setattr(harness, "time_on_device", timed)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    rows = list(norm_rope.measure(SHAPES[1], norm_rope.inputs_of(SHAPES[1], torch.bfloat16, "cpu")))
+    rows = list(norm_rope.measure(SHAPES[1], "cpu"))
     assert [row["speed"] for row in rows if "speed" in row] == [2.0, 2.0]
     monkeypatch.setattr(norm_rope, "ours", lambda shape, *tensors: [1.1 * t for t in norm_rope.fused(shape, *tensors)])
     monkeypatch.setattr(norm_rope, "tables_of", lambda function, shape, x: (x.cos, x.sin))
-    [row] = norm_rope.measure(SHAPES[0], norm_rope.inputs_of(SHAPES[0], torch.bfloat16, "cpu"))
+    [row] = norm_rope.measure(SHAPES[0], "cpu")
     assert row["status"] == "wrong"

@@ -9,7 +9,7 @@ from flexattn import attention
 from flexattn.bench import harness, trees
 
 
-@pytest.mark.parametrize("tree", trees.TREES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize("tree", trees.TREES.values(), ids=trees.TREES.keys())
 def test_pairs_and_the_check(tree: trees.Tree) -> None:
     short = tree._replace(**{name: getattr(tree, name) // 64 for name in ("prompt", "answer", "continuation")})
     mask_mod, tokens = trees.mask_of(short, "cpu")

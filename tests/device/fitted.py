@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from flexattn.bench import harness
-from flexattn.bench.measure import time_on_device
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.tiles import HOPPER_FUSED_160, select_fitted_tile
@@ -163,12 +162,12 @@ def add_rows(
             continue
         wanted = wanted or [t.clone() for t in results]
         statuses[name] = "ok" if is_close(results, wanted) else "wrong"
-    samples = time_on_device(kernels, budget_ms)
+    times = harness.times(kernels, budget_ms)
     first = None
     for name, status in statuses.items():
         row: dict[str, Any] = {**facts, "implementation": name, "status": status}
-        if name in samples:
-            row |= harness.quartiles([1e3 * ms for ms in samples[name].ms])
+        if name in times:
+            row |= times[name]
             first = first or row["us"]
             row |= {"tflops": flops / row["us"] / 1e6, "speed": first / row["us"]}
         text = f"{row['us']:9.1f} us {row['tflops']:6.0f} TFLOP/s {row['speed']:.2f}" if "us" in row else status

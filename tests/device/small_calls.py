@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from flexattn.bench import harness
-from flexattn.bench.measure import time_on_device
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common import tiles
 from flexattn.kernels_triton.common.facts import facts_of
@@ -302,8 +301,7 @@ def measure(shape: Shape, run: harness.Run) -> None:
                 run.add({"shape": shape, "direction": direction, "candidate": name, "status": "wrong"}, f"{shape} {name}: {worst}")
                 continue
             kernels[name] = functools.partial(family.run, call, tile)
-        samples = time_on_device(kernels, BUDGET_MS)
-        us = {name: round(harness.quartiles([1e3 * ms for ms in samples[name].ms])["us"], 1) for name in kernels if name}
+        us = {name: round(taken["us"], 1) for name, taken in harness.times(kernels, BUDGET_MS).items() if name}
         chosen, best = choice_of(call), min(us, key=us.__getitem__)
         row = {"shape": shape, "direction": direction, "status": "measured", "us": us, "auto": chosen}
         ratio = us[chosen] / us[best] if chosen in us else math.nan
