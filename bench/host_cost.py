@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexattn.bench import record
-from flexattn.bench.harness import Row, Run, in_turns, quartiles
+from flexattn.bench.harness import Call, Row, Run, in_turns, quartiles
 from flexattn.cli import Parser, program
 
 HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
-# A forward without a gradient, a forward that autograd records, a forward and its backward, a backward whose graph is retained.
-DIRECTIONS = ("forward", "recorded", "both", "retained")
-KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed", "te", "te module")  # te: TransformerEngine's
+KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +87,6 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
     inputs = make_inputs(fmt, lengths_q=lengths, padding=kind == "bshd padded", dtype=torch.bfloat16, device=device, **how)
     inputs = inputs._replace(cu_seqlens_kv=inputs.cu_seqlens_q)  # self-attention
     tensors = [getattr(inputs, which).nan_to_num() for which in "qkv"]
-    leaves = [t.clone().requires_grad_() for t in tensors]
     dout = torch.randn_like(inputs.q)
     mask = "causal" if inputs.cu_seqlens_q is None else "padding_causal"
     others = {name: value for name, value in inputs._asdict().items() if name not in "qkv"} | {"attn_mask_type": mask}
@@ -99,8 +96,7 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
     if kind.startswith("fp8"):
         recipe = others["fp8_recipe"] = fp8.Recipe(scaling="delayed" if kind == "fp8 delayed" else "current")
         others["fp8_state"] = fp8.DelayedScaling(recipe, HEADS, device=device) if kind == "fp8 delayed" else None
-    attends = implementations(kind, others, mask, tensors, has_gpu, has_flex)
-    directions = DIRECTIONS[:1] if kind == "te" else DIRECTIONS  # TransformerEngine's functions record no graph
+    attends = implementations(kind, others, has_gpu, has_flex)
     if has_gpu:
         spec, x = make_call(inputs, attn_mask_type=mask)
         exact, budget = reference_attention(spec, x)[0], reference_attention(spec, x, dtype=spec.dtype)[0]
@@ -109,37 +105,25 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
         for attend in attends.values():
             if kind != "score_mod":
                 check_close("out", attend(*tensors), exact, budget)
-    for direction in directions:
-        qkv = tensors if direction == "forward" else leaves
-        timed: dict[str, Callable[[], Any]] = {name: functools.partial(attend, *qkv) for name, attend in attends.items()}
-        if direction == "both":
-            timed = {name: functools.partial(_both, call, leaves, dout) for name, call in timed.items()}
-        elif direction == "retained":
-            timed = _retained(timed, leaves, dout)
+    for direction, timed in _calls(attends, tensors, dout).items():
         for name, samples in _times(timed, rounds).items():
             yield {"call": kind, "direction": direction, "implementation": name, **quartiles(samples)}
     if has_gpu and kind == "bshd":
         yield from _frontend(rounds)
 
 
-def implementations(
-    kind: str, others: dict[str, object], mask: str, tensors: list[Tensor], has_gpu: bool, has_flex: bool
-) -> dict[str, Callable[..., Tensor]]:
+def implementations(kind: str, others: dict[str, object], has_gpu: bool, has_flex: bool) -> dict[str, Callable[..., Tensor]]:
     import flexattn
     from flexattn.dispatch.cudnn_backend import library_error
 
     def ours(backend: str) -> Callable[..., Tensor]:
         return functools.partial(flexattn.attention, **others, backend=backend)
 
-    if kind == "te":
-        return {"flexattn triton": ours("triton"), **_te(tensors)}
-    if kind == "te module":
-        return {"flexattn triton": ours("triton"), "DotProductAttention": _te_module()}
     if kind == "sm_90":
         return {"flexattn triton, for sm_90": ours("triton")}
-    if kind.startswith("fp8"):
-        return {"flexattn triton": ours("triton")}
     attends = {"flexattn triton": ours("triton")}
+    if kind.startswith("fp8"):
+        return attends
     if has_gpu and (lacking := library_error()) is None:
         attends["flexattn cudnn"] = ours("cudnn")
     elif has_gpu and kind == "bshd":
@@ -149,116 +133,50 @@ def implementations(
 
         batch_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cuda")
         compiled: Any = torch.compile(flex_attention, dynamic=False)
-        more = {"score_mod": others.get("score_mod"), "block_mask": batch_mask}
-        attends["FlexAttention, compiled"] = lambda q, k, v: compiled(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **more
-        ).transpose(1, 2)
+        attends["FlexAttention, compiled"] = _in_bhsd(compiled, score_mod=others.get("score_mod"), block_mask=batch_mask)
     if kind == "bshd":
-        attends["SDPA"] = lambda q, k, v: scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-        ).transpose(1, 2)
-        if not has_gpu:  # the call is so small that computing takes almost no time
-            attends["SDPA"] = lambda q, k, v: scaled_dot_product_attention(
-                q[:1, :1].transpose(1, 2), k[:1, :1].transpose(1, 2), v[:1, :1].transpose(1, 2), is_causal=True
-            ).transpose(1, 2)
+        sdpa = _in_bhsd(scaled_dot_product_attention, is_causal=True)
+        # On a CPU the call is so small that computing takes almost no time.
+        attends["SDPA"] = sdpa if has_gpu else lambda *qkv: sdpa(*(t[:1, :1] for t in qkv))
     return attends
 
 
-def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
-    """Returns TransformerEngine's functions on the same problem, run by flexattn: the forward, and backwards, also in FP8."""
-    from flexattn.dispatch.options import attention_backend
-    from flexattn.integrations.te import Float8CurrentScalingQuantizer, FusedAttnBackend, fused_attn_bwd, fused_attn_fwd
+def _in_bhsd(attend: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    """Returns a function of q, k and v [b, s, h, d] that calls one of [b, h, s, d]."""
+    return lambda q, k, v: attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
 
-    batch, length = tensors[0].shape[:2]
-    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=tensors[0].device) * length
-    lengths: dict[str, Any] = {
-        "max_seqlen_q": length,
-        "max_seqlen_kv": length,
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_kv": cu_seqlens,
-    }
-    kind: dict[str, Any] = {"fake_dtype": tensors[0].dtype, "fused_attention_backend": FusedAttnBackend.F16_arbitrary_seqlen}
-    layout: dict[str, Any] = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd", "attn_mask_type": "causal"}
 
-    call: dict[str, Any] = {**lengths, **kind, **layout}
-    fp8_call: dict[str, Any] = {**call, "fused_attention_backend": FusedAttnBackend.FP8}
-    formats: dict[str, Any] = {"do_format": "bshd", "dqkv_layout": "bs3hd"}
-    quantize = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
-    in_fp8: dict[str, Any] = {name: quantize(t) for name, t in zip("qkv", tensors, strict=True)}
-    with attention_backend("triton"):
-        out, aux = fused_attn_fwd(True, q=tensors[0], k=tensors[1], v=tensors[2], **call)
-        fp8_out, fp8_aux = fused_attn_fwd(True, **in_fp8, **fp8_call)
-    dout = torch.randn_like(out)
+def _calls(attends: Mapping[str, Callable[..., Tensor]], tensors: list[Tensor], dout: Tensor) -> dict[str, dict[str, Call]]:
+    """Returns the calls of each direction, by implementation.
 
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        with attention_backend("triton"):
-            return fused_attn_fwd(True, q=q, k=k, v=v, **call)[0]
+    A forward without a gradient, a forward that autograd records, a forward and its backward, and a backward whose graph is
+    retained. FlexAttention has no retained one: torch.compile's backward reuses the buffers that the forward saved.
+    """
+    leaves = [t.clone().requires_grad_() for t in tensors]
 
-    def backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        with attention_backend("triton"):
-            fused_attn_bwd(q=q, k=k, v=v, o=out, d_o=dout, aux_ctx_tensors=aux, **formats, **call)
-            return out
+    def backward(out: Tensor, retain_graph: bool = False) -> object:
+        seed = dout if out.shape == dout.shape else torch.ones_like(out)
+        return torch.autograd.grad(out, leaves, seed, retain_graph=retain_graph)
 
-    def backward_in_fp8(d_o: Any, *_: Tensor) -> Any:
-        with attention_backend("triton"):
-            fused_attn_bwd(d_o=d_o, o=fp8_out, aux_ctx_tensors=fp8_aux, **formats, **in_fp8, **fp8_call)
-            return out
+    def outs() -> Iterator[tuple[str, Tensor]]:
+        for name, attend in attends.items():
+            if not name.startswith("FlexAttention"):
+                _set_family(name)
+                yield name, attend(*leaves)
 
     return {
-        "fused_attn_fwd": forward,
-        "fused_attn_bwd, dqkv packed": backward,
-        "fused_attn_bwd, FP8": functools.partial(backward_in_fp8, quantize(dout)),
-        "fused_attn_bwd, FP8, d_o in 16 bits": functools.partial(backward_in_fp8, dout),
+        "forward": {name: functools.partial(attend, *tensors) for name, attend in attends.items()},
+        "recorded": {name: functools.partial(attend, *leaves) for name, attend in attends.items()},
+        "both": {name: lambda attend=attend: backward(attend(*leaves)) for name, attend in attends.items()},  # type: ignore[misc]
+        "retained": {name: functools.partial(backward, out, True) for name, out in outs()},
     }
-
-
-def _te_module() -> Callable[..., Tensor]:
-    """Returns TransformerEngine's module on the same problem, run by flexattn; its out is viewed in q's shape."""
-    from flexattn.dispatch.options import attention_backend
-    from flexattn.integrations.te import DotProductAttention
-
-    module = DotProductAttention(HEADS, HEAD_DIM, qkv_format="bshd", attn_mask_type="causal")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with attention_backend("triton"):
-            return module(q, k, v).view(q.shape)  # type: ignore[no-any-return]
-
-    return attend
-
-
-def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> object:
-    out = forward()
-    return torch.autograd.grad(out, leaves, dout if out.shape == dout.shape else torch.ones_like(out))
-
-
-def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], dout: Tensor) -> dict[str, Callable[[], object]]:
-    """Returns backwards over a retained graph: of a repeated call, and for flexattn also of the first call of its kind.
-
-    FlexAttention is not measured: torch.compile's backward cannot retain its graph, because it reuses the buffers that the forward
-    saved ("donated buffers").
-    """
-    from flexattn import call_cache
-
-    timed: dict[str, Callable[[], object]] = {}
-    for name, forward in forwards.items():
-        if name.startswith("FlexAttention"):
-            continue
-        _set_family(name)
-        outs = {name: forward()}
-        if name.startswith("flexattn"):
-            call_cache.clear_cache()
-            outs[f"{name}, first call"] = forward()
-        for graph, out in outs.items():
-            seed = dout if out.shape == dout.shape else torch.ones_like(out)
-            timed[graph] = functools.partial(torch.autograd.grad, out, leaves, seed, retain_graph=True)
-    return timed
 
 
 def _set_family(implementation: str) -> None:
     os.environ["FLEXATTN_HOPPER"] = "always" if "sm_90" in implementation else "never"
 
 
-def _times(timed: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def _times(timed: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
     wait: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_available() else int
 
     def turn(name: str) -> list[float]:
@@ -330,7 +248,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
         call_cache.clear_cache()
         attend()
 
-    found: dict[str, Callable[[], object]] = {
+    found: dict[str, Call] = {
         "the whole call": attend,
         "  the key and the look-up": lambda: original(*seen[0]),
         "    of it: modes, switches, environment": call_cache.state_around,
@@ -340,7 +258,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
         "    of it: memory for out and lse": lambda: [recording.allocate(*how) for how in shapes],
         "    of it: the launch, arguments packed": lambda: prepared.launch(launch.current_stream(device), addresses),
     }
-    new: dict[str, Callable[[], object]] = {"a call with a key that is new (lengths that never came)": anew}
+    new = {"a call with a key that is new (lengths that never came)": anew}
     return {name: min(us) for name, us in (*_times(found, ROUNDS).items(), *_times(new, ROUNDS).items())}
 
 
