@@ -12,6 +12,7 @@ FLEXATTN_PEER_MEMORY=never there is none. If there is no GPU, the program runs o
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import functools
@@ -31,13 +32,15 @@ from torch import Tensor
 from flexattn import attention, distributed
 from flexattn.bench import harness, record
 from flexattn.bench.harness import Row, Run, host_us, make_parser, quartiles
+from flexattn.bench.measure import peak_bytes, reason_of
 from flexattn.bench.shapes import log_normal_lengths
 from flexattn.distributed import peer_memory
 from flexattn.distributed.cost import Heads
 
 DTYPE = torch.bfloat16
 STRATEGIES = ("gather", "halo", "ulysses", "ring")
-PEERS = tuple(f"torch context_parallel, {kernel}, {how}" for kernel in ("cuDNN", "flash") for how in ("allgather", "alltoall"))
+KERNELS_AND_WAYS = tuple(itertools.product(("cuDNN", "flash"), ("allgather", "alltoall")))
+PEERS = tuple(f"torch context_parallel, {kernel}, {how}" for kernel, how in KERNELS_AND_WAYS)
 WARM_SECONDS = 1.0  # one GPU's calls before a cell take that long: a GPU's clock falls as it warms
 SECONDS, MOST_CALLS = 0.8, 60  # timed calls of one direction
 HOST_MATTERS_MS = 100  # the host's time to enqueue a longer forward and backward is not measured
@@ -149,27 +152,23 @@ class Ranks:
         count = max(3, min(MOST_CALLS, int(self.seconds / one)))
         dist.barrier()
         self.synchronize()
-        if self.on_gpu:
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
-            marks[0].record()
-            for mark in marks[1:]:
-                call()
-                mark.record()
-            torch.cuda.synchronize()
-            return self.gathered([a.elapsed_time(b) for a, b in itertools.pairwise(marks)])
-        times = [time.perf_counter()]
+        marks = [self.mark()]
         for _ in range(count):
             call()
-            times.append(time.perf_counter())
-        return self.gathered([1e3 * (b - a) for a, b in itertools.pairwise(times)])
+            marks.append(self.mark())
+        self.synchronize()
+        return self.gathered([a.elapsed_time(b) if self.on_gpu else b - a for a, b in itertools.pairwise(marks)])
+
+    def mark(self) -> Any:
+        """Returns an event in the device's queue; without a GPU, milliseconds of the host."""
+        if not self.on_gpu:
+            return 1e3 * time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def peak_mib(self, call: Callable[[], object]) -> float | None:
-        if not self.on_gpu:
-            return None
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return float(self.gathered([(torch.cuda.max_memory_allocated() - before) / 2**20]).max())
+        return float(self.gathered([peak_bytes(call) / 2**20]).max()) if self.on_gpu else None
 
     def shared_mib(self) -> float:
         """Returns the memory of a rank that others read, in MiB. It is kept between calls: the most that any call needed."""
@@ -254,19 +253,16 @@ def ours(cell: Cell, whole: Whole, group: Any, graphs: bool = False) -> dict[str
     return found
 
 
-def _sdpa(kernel: str, grouped: bool) -> Call:
-    """Returns SDPA of [1, s, h, d] by one of torch's kernels. If not grouped, keys are repeated for each query head."""
+def _sdpa(kernel: str) -> Call:
+    """Returns SDPA of [1, s, h, d] by one of torch's kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     chosen = SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.CUDNN_ATTENTION
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if not grouped:
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         with sdpa_kernel(chosen):
-            more: dict[str, Any] = {"enable_gqa": True} if grouped else {}
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **more)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
     return call
@@ -284,34 +280,19 @@ def _torch_context(length: int, ranks: Ranks, how: str) -> Iterator[None]:
         yield
 
 
-def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
-    """Returns the peers' calls by name: the ways to call each, or the reason that it cannot run."""
-    found: dict[str, list[Implementation] | str] = {}
+def peers(cell: Cell, ranks: Ranks) -> dict[str, Implementation | str]:
+    """Returns the peers' calls by name, or the reason that a peer cannot run."""
     if cell.documents:
         return dict.fromkeys(PEERS, "takes no packed documents")
     if cell.window:
         return dict.fromkeys(PEERS, "takes no window")
     plan = distributed.plan(ranks.group, length=cell.length, layout="zigzag")
-    for name in PEERS:
-        _, kernel, how = name.split(", ")
-        context = functools.partial(_torch_context, cell.length, ranks, how)
-        facts: tuple[Row, ...] = ({}, {"keys": "repeated for each query head"})
-        found[name] = [
-            Implementation(_sdpa(kernel, grouped), plan, context, of) for grouped, of in zip((True, False), facts, strict=True)
-        ]
-    return found
-
-
-def _errors(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[float]:
-    """Returns the error of each result in the Euclidean norm, in chunks, without a whole copy in fp32."""
-    found = []
-    for a, b in zip(got, wanted, strict=True):
-        sums = [0.0, 0.0]
-        for x, y in zip(a.flatten().chunk(64), b.flatten().chunk(64), strict=True):
-            sums[0] += float((x.float() - y.float()).square().sum(dtype=torch.float64))
-            sums[1] += float(y.float().square().sum(dtype=torch.float64))
-        found.append((sums[0] / sums[1]) ** 0.5 if sums[1] else float(sums[0] > 0))
-    return found
+    return {
+        f"torch context_parallel, {kernel}, {how}": Implementation(
+            _sdpa(kernel), plan, functools.partial(_torch_context, cell.length, ranks, how)
+        )
+        for kernel, how in KERNELS_AND_WAYS
+    }
 
 
 class Comparison:
@@ -352,16 +333,6 @@ class Comparison:
     def _times(self, steps: Steps) -> dict[str, Tensor]:
         return {"forward": self.ranks.milliseconds(steps.forward), "both": self.ranks.milliseconds(steps.both)}
 
-    def tried(self, ways: list[Implementation]) -> Row:
-        """Returns the measurement of the first way that runs, or the reason if none does."""
-        row: Row = {}
-        for way in ways:
-            row, reason = self.measured(way), ""
-            if row["status"] != "refused":
-                return row
-            reason = row["reason"]
-        return {"status": "refused", "ranks": self.ranks.count, "reason": reason}
-
     def measured(self, way: Implementation) -> Row:
         ranks, packed = self.ranks, way.plan.is_packed
         parts = distributed.shard(way.plan, *self.whole.qkv, self.whole.dout)
@@ -376,13 +347,13 @@ class Comparison:
                 got = steps.both()
                 ranks.synchronize()
             except Exception as e:  # a refusal is a row of the table
-                reason = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"[:300]
+                reason = reason_of(e)
             if ranks.said_by_any(bool(reason)):
                 return row | {"status": "refused", "reason": reason or "raised on another rank"}
             assert got is not None
             wanted = distributed.shard(way.plan, *self.results, dim=0 if packed else 1)
             assert isinstance(wanted, tuple)
-            errors = ranks.gathered(_errors(got, wanted)).amax(0)
+            errors = ranks.gathered(list(map(harness.distance, got, wanted))).amax(0)
             bits = ranks.gathered([float(torch.equal(a, b)) for a, b in zip(got, wanted, strict=True)]).amin(0)
             row["errors"] = dict(zip(NAMES, errors.tolist(), strict=True))
             row["equal_bits"] = [name for name, equal in zip(NAMES, bits.tolist(), strict=True) if equal]
@@ -403,38 +374,73 @@ class Comparison:
 
 
 def line_of(row: Row) -> str:
+    head = f"{row['cell']:18} {row['implementation']:42}"
     if row["status"] != "measured":
-        return f"{row['status']}: {row.get('reason', row.get('errors'))}"
-    shares = "".join(f" ({row[f'{way}_efficiency']:.3f})" if f"{way}_efficiency" in row else "" for way in ("forward",))
-    text = f"forward {row['forward_ms']:8.3f} ms{shares}, both {row['both_ms']:8.3f} ms"
-    text += f" ({row['both_efficiency']:.3f})" if "both_efficiency" in row else ""
-    return (
-        text
-        + (f", {row['peak_mib']:.0f} + {row.get('shared_mib', 0.0):.0f} MiB" if row.get("peak_mib") is not None else "")
-        + (
-            f", host {row['host_us_forward']:.0f} + {row['host_us_both']:.0f} us, bits {row['equal_bits']} {row.get('takes', '')}"
-            if "host_us_both" in row
-            else ""
-        )
-    )
+        return f"{head} {row['status']}: {row.get('reason', row.get('errors'))}"
+    texts = []
+    for direction in ("forward", "both"):
+        share = f" ({row[f'{direction}_efficiency']:.3f})" if f"{direction}_efficiency" in row else ""
+        texts.append(f"{direction} {row[f'{direction}_ms']:8.3f} ms{share}")
+    if row.get("peak_mib") is not None:
+        texts.append(f"{row['peak_mib']:.0f} + {row.get('shared_mib', 0.0):.0f} MiB")
+    if "host_us_both" in row:
+        texts.append(f"host {row['host_us_forward']:.0f} + {row['host_us_both']:.0f} us")
+        texts.append(f"bits {row['equal_bits']} {row.get('takes', '')}")
+    return f"{head} {', '.join(texts)}"
+
+
+class Session:
+    """Measures cells until the time is over. Rank 0 prints and writes the rows."""
+
+    def __init__(self, ranks: Ranks, run: Run, seconds: float) -> None:
+        self.ranks, self.run = ranks, run
+        self.end = time.perf_counter() + seconds
+
+    def say(self, row: Row) -> None:
+        self.run.add(row, line_of(row) if self.ranks.rank == 0 else "")
+
+    def is_over(self) -> bool:
+        return self.ranks.said_by_any(time.perf_counter() > self.end)
+
+    def measure(self, name: str, cell: Cell, options: argparse.Namespace) -> None:
+        left_out = {"status": "left out", "reason": "the time was over"}
+        if self.is_over():
+            self.say({"cell": name, "implementation": "all", **left_out})
+            return
+        comparison = Comparison(cell, self.ranks)
+        rows: list[Row] = [{"cell": name, **comparison.row}]
+        self.say(rows[0])
+        every = ours(cell, comparison.whole, self.ranks.group, options.graphs) | peers(cell, self.ranks)
+        for called, way in harness.chosen(every, options.implementations).items():
+            if isinstance(way, str):
+                row: Row = {"status": "refused", "reason": way}
+            else:
+                row = left_out if self.is_over() else comparison.measured(way)
+            rows.append({"cell": name, "implementation": called, **row})
+            self.say(rows[-1])
+            if self.ranks.on_gpu:
+                torch.cuda.empty_cache()
+        comparison.measure_one()
+        for row in rows:
+            row |= comparison.row if row["implementation"] == "one GPU" else comparison.compared(row)
+            if row["status"] == "measured" and self.ranks.rank == 0:
+                print(line_of(row), flush=True)
+        self.run.write()
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--cells", help="names of the cells to measure, with ';' between them")
-    parser.add_argument("--only", help="names of the implementations to measure, with ';' between them")
+    parser = make_parser(__doc__, only="patterns of cells, such as '128k*'")
+    parser.add_argument("--implementations", nargs="+", default=["*"], metavar="PATTERN", help="such as 'flexattn, *'")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after this time, start no further implementation")
     parser.add_argument(
         "--timed-seconds", type=float, default=SECONDS, help="seconds of timed calls in a direction, at least 3 calls"
     )
     parser.add_argument("--graphs", action="store_true", help="measure auto in a CUDA graph too, over NCCL")
     options = parser.parse_args(argv)
-    started = time.perf_counter()
-    cells = {name: CELLS[name] for name in options.cells.split(";")} if options.cells else CELLS
-    only = options.only.split(";") if options.only else None
     if "RANK" not in os.environ:
         parser.error("no RANK; torchrun runs this: torchrun --standalone --nproc-per-node 2 -m flexattn.bench.context_parallel")
     ranks = Ranks(options.timed_seconds)
+    cells = {name: cell if ranks.on_gpu else small(cell) for name, cell in harness.chosen(CELLS, options.only).items()}
     versions: dict[str, Any] = record.versions()
     if ranks.on_gpu:
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -442,51 +448,13 @@ def main(argv: list[str] | None = None) -> int:
         "ranks": ranks.count,
         "versions": versions,
         "settings": {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
-        "cells": {name: (cell if ranks.on_gpu else small(cell))._asdict() for name, cell in cells.items()},
+        "cells": {name: cell._asdict() for name, cell in cells.items()},
     }
-    run = Run("flexattn.bench.context_parallel", __doc__, options.out, argv, **facts)
+    run = Run("flexattn.bench.context_parallel", __doc__, options.out if ranks.rank == 0 else None, argv, **facts)
     run.content["command"] = run.content["command"].replace("python", f"torchrun --standalone --nproc-per-node {ranks.count}", 1)
-    if ranks.rank > 0:
-        run.out = None  # rank 0 writes
-
-    def show(row: Row) -> None:
-        if ranks.rank == 0:
-            print(f"{row['cell']:18} {row['implementation']:42} {line_of(row)}", flush=True)
-
-    def say(row: Row) -> None:
-        run.rows.append(row)
-        run.write()
-        show(row)
-
+    session = Session(ranks, run, options.seconds)
     for name, cell in cells.items():
-        if ranks.said_by_any(time.perf_counter() - started > options.seconds):
-            say({"cell": name, "implementation": "all", "status": "left out", "reason": "the time was over"})
-            continue
-        cell = cell if ranks.on_gpu else small(cell)
-        comparison = Comparison(cell, ranks)
-        say({"cell": name, **comparison.row})
-        candidates: dict[str, list[Implementation] | str] = {
-            called: [way] for called, way in ours(cell, comparison.whole, ranks.group, options.graphs).items()
-        }
-        for called, ways in (candidates | peers(cell, ranks)).items():
-            if only is not None and called not in only:
-                continue
-            if isinstance(ways, str):
-                row: Row = {"status": "refused", "reason": ways}
-            elif ranks.said_by_any(time.perf_counter() - started > options.seconds):
-                row = {"status": "left out", "reason": "the time was over"}
-            else:
-                row = comparison.tried(ways)
-            say({"cell": name, "implementation": called, **row})
-            if ranks.on_gpu:
-                torch.cuda.empty_cache()
-        comparison.measure_one()
-        for row in run.rows:
-            if row["cell"] == name:
-                row |= comparison.row if row["implementation"] == "one GPU" else comparison.compared(row)
-                if row["status"] == "measured":
-                    show(row)
-        run.write()
+        session.measure(name, cell, options)
     dist.barrier()
     sys.stdout.flush()
     dist.destroy_process_group()
