@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flexattn.bench.record import Record, Row
@@ -44,29 +44,51 @@ def figure(row: Row | None, with_share: bool = False) -> str:
     return f"{row.tflops:.0f}{share}" if row.tflops >= 10 else f"{row.tflops:.2g}{share}"
 
 
+class Group(NamedTuple):
+    """Workloads that share tables, in one direction: a part of the sweep, or a group."""
+
+    name: str
+    title: str
+    direction: str
+    columns: Mapping[str, str]  # by workload
+    differ_in_length: bool
+
+
 def tables(record: Record, with_share: bool = False) -> list[Table]:
-    """TFLOP/s of the sweep against the length, of every other group against the workload; then host times, memory and scaling."""
-    return [
-        *sweep_tables(record, with_share),
-        *group_tables(record, with_share),
-        *host_tables(record),
-        *memory_tables(record),
-        *scaling_tables(record),
-    ]
+    """Returns the TFLOP/s of each group, the host's times of small calls, and the memory of calls that differ in length."""
+    found = []
+    for group in _groups(record):
+        kinds: list[tuple[str, Callable[[Row], str], Callable[[Row], bool]]] = []
+        if group.name != "memory":
+            kinds.append(("", lambda r: figure(r, with_share), lambda r: r.status != "refused"))
+        if group.name in ("small", "decode"):
+            title = ": host us to enqueue a call, median (99th percentile)"
+            kinds.append((title, lambda r: f"{r.host_us:.0f} ({r.host_us_p99:.0f})", lambda r: r.host_us_p99 is not None))
+        if group.differ_in_length:
+            kinds.append((": peak MiB of a call", lambda r: f"{r.peak_mib:.0f}", lambda r: bool(r.peak_mib)))
+        for title, show, has in kinds:
+            rows = _rows(record, group, show, has)
+            found += [Table(group.title + title, list(group.columns.values()), rows)] if rows else []
+    return found
 
 
-def sweep_tables(record: Record, with_share: bool = False) -> list[Table]:
+MEMORY_PANEL = 128, "causal"  # the part of the sweep with a memory table; its tokens are fixed
+
+
+def _groups(record: Record) -> list[Group]:
+    """Returns the parts of the sweep, then the other groups, without the shapes of published models."""
     found = []
     for direction, head_dim, mask in sweep_panels(record):
-        cells = {w.seqlen_q: record.of(w.name, direction) for w in panel(record, head_dim, mask) if record.of(w.name, direction)}
-        seqlens = sorted(cells)
-        rows = [
-            (name, [figure(cells[s].get(name), with_share) for s in seqlens])
-            for name in record.implementations()
-            if any(name in cells[s] and cells[s][name].status != "refused" for s in seqlens)
-        ]
-        if rows:
-            found.append(Table(f"{direction}, head dim {head_dim}, {mask}", [str(s) for s in seqlens], rows))
+        columns = {w.name: str(w.seqlen_q) for w in panel(record, head_dim, mask) if record.of(w.name, direction)}
+        title = f"{direction}, head dim {head_dim}, {mask}"
+        found.append(Group("sweep", title, direction, columns, (head_dim, mask) == MEMORY_PANEL))
+    for name in dict.fromkeys(w.group for w in record.workloads.values()):
+        for direction in dict.fromkeys(d for _, d in record.cells()):
+            workloads = [w for w in record.workloads.values() if w.group == name and record.of(w.name, direction)]
+            if workloads and name not in ("sweep", PUBLISHED):
+                differ = name in ("scaling", "memory")
+                columns = {w.name: str(w.seqlen_q) if differ else w.name for w in workloads}
+                found.append(Group(name, f"{direction}, {name}", direction, columns, differ))
     return found
 
 
@@ -87,100 +109,12 @@ def panel(record: Record, head_dim: int, mask: str) -> list[Workload]:
     return [record.workloads[name] for name in names if name in record.workloads]
 
 
-def group_tables(record: Record, with_share: bool = False) -> list[Table]:
-    """TFLOP/s of every group other than the sweep, a table for each direction: implementations down, workloads across."""
-    found = []
-    for group, direction, names in _groups(record):
-        if group not in ("sweep", "memory", PUBLISHED):
-            rows = _rows(record, direction, names, lambda row: figure(row, with_share), lambda row: row.status != "refused")
-            found += [Table(f"{direction}, {group}", names, rows)] if rows else []
-    return found
-
-
-def host_tables(record: Record) -> list[Table]:
-    """Returns the host's time to enqueue a call, if calls are so small that it matters."""
-    found = []
-    for group, direction, names in _groups(record):
-        if group in ("small", "decode"):
-            rows = _rows(
-                record,
-                direction,
-                names,
-                lambda r: f"{r.host_us:.0f} ({r.host_us_p99:.0f})",
-                lambda r: None not in (r.host_us, r.host_us_p99),
-            )
-            found += (
-                [Table(f"{direction}, {group}: host us to enqueue a call, median (99th percentile)", names, rows)] if rows else []
-            )
-    return found
-
-
-def memory_tables(record: Record) -> list[Table]:
-    """Peak memory of a call against the length."""
-    found = []
-    for title, direction, names in _by_length(record):
-        rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: bool(r.peak_mib))
-        columns = [f"s{record.workloads[name].seqlen_q}" for name in names]
-        found += [Table(f"{title}: peak MiB of a call", columns, rows)] if rows else []
-    return found
-
-
-TURNED_OVER = 0.9  # share of an implementation's highest rate from which on arithmetic bounds it, not launches or small tiles
-
-
-def scaling_tables(record: Record) -> list[Table]:
-    """Returns tables of memory growth at fixed tokens, and of the length at which the rate turns over.
-
-    A growth of 1 means O(s): one long sequence takes as much memory as many short ones.
-    """
-    found = []
-    for title, direction, names in _by_length(record):
-        rows = []
-        for implementation in record.implementations():
-            length_of = [(record.workloads[name].seqlen_q, record.of(name, direction).get(implementation)) for name in names]
-            measured = [(s, r.tflops, r.peak_mib) for s, r in length_of if r is not None and r.tflops is not None]
-            if len(measured) > 1:
-                best = max(tflops for _, tflops, _ in measured)
-                turned = next(s for s, tflops, _ in measured if tflops >= TURNED_OVER * best)
-                first, last = measured[0][2], measured[-1][2]
-                growth = f"{last / first:.2f}" if first and last else "-"
-                rows.append((implementation, [f"s{measured[0][0]} to s{measured[-1][0]}", growth, f"s{turned}"]))
-        columns = ["measured", "memory, longest over shortest", f"reaches {TURNED_OVER:.0%} of its best rate at"]
-        found += [Table(f"{title}: at fixed tokens", columns, rows)] if rows else []
-    return found
-
-
-MEMORY_PANEL = 128, "causal"  # the part of the sweep with a memory table; its tokens are fixed
-
-
-def _by_length(record: Record) -> list[tuple[str, str, list[str]]]:
-    """Returns (title, direction, workloads) of workloads that differ only in length, if there are rows."""
-    found = [(f"{d}, {group}", d, names) for group, d, names in _groups(record) if group in ("scaling", "memory")]
-    for direction, head_dim, mask in sweep_panels(record):
-        if (head_dim, mask) == MEMORY_PANEL:
-            names = [w.name for w in panel(record, head_dim, mask) if record.of(w.name, direction)]
-            found.append((f"{direction}, sweep head dim {head_dim} {mask}", direction, names))
-    return found
-
-
-def _groups(record: Record) -> list[tuple[str, str, list[str]]]:
-    """Returns (group, direction, workloads) of each group that has rows."""
-    found = []
-    for group in dict.fromkeys(w.group for w in record.workloads.values()):
-        for direction in dict.fromkeys(d for _, d in record.cells()):
-            names = [w.name for w in record.workloads.values() if w.group == group and record.of(w.name, direction)]
-            found += [(group, direction, names)] if names else []
-    return found
-
-
-def _rows(
-    record: Record, direction: str, names: Sequence[str], show: Callable[[Row], str], has: Callable[[Row], bool]
-) -> list[tuple[str, list[str]]]:
+def _rows(record: Record, group: Group, show: Callable[[Row], str], has: Callable[[Row], bool]) -> list[tuple[str, list[str]]]:
     """Returns a line for each implementation that has a figure. Other cells show the status, or "-" if there is no row."""
-    cells = {name: record.of(name, direction) for name in names}
+    cells = [record.of(name, group.direction) for name in group.columns]
     rows = []
     for implementation in record.implementations():
-        found = [cells[name].get(implementation) for name in names]
+        found = [cell.get(implementation) for cell in cells]
         if any(row is not None and has(row) for row in found):
             texts = ["-" if row is None else show(row) if has(row) else row.status for row in found]
             rows.append((implementation, texts))

@@ -619,7 +619,7 @@ ROWS = [
 
 
 def test_tables() -> None:
-    table, at_fixed_tokens = tables(recorded(ROWS), with_share=True)
+    [table] = tables(recorded(ROWS), with_share=True)
     assert table.text().splitlines() == [
         "forward, head dim 128, causal",
         "                      1024       2048       4096",
@@ -628,7 +628,6 @@ def test_tables() -> None:
     ]
     assert table.markdown("TFLOP/s").splitlines()[2:4] == ["| TFLOP/s | 1024 | 2048 | 4096 |", "|---|---:|---:|---:|"]
     assert [figure(None), figure(ROWS[1]), figure(row("x", 4e5 / 0.0123))] == ["-", "refused", "0.012"]
-    assert at_fixed_tokens.title == "forward, sweep head dim 128 causal: at fixed tokens"
 
 
 def test_the_verdict_names_every_cell_that_is_lost() -> None:
@@ -642,23 +641,23 @@ def test_the_verdict_names_every_cell_that_is_lost() -> None:
     assert standings(recorded(ROWS), "SDPA cuDNN") == []
 
 
-def test_scaling_says_how_memory_grows_and_where_the_rate_turns_over() -> None:
-    shapes = select(["scaling"])[:3]
-    flat = [(100.0, 64.0), (190.0, 64.0), (200.0, 64.0)]
-    quadratic = [(50.0, 64.0), (40.0, 128.0), None]
+def test_memory_and_host_times_have_tables_where_they_matter() -> None:
+    shapes = select(["scaling-s512", "scaling-s1024", "small-s128"])
+    peaks = {"flexattn triton": (64.0, 64.0), "SDPA math": (128.0, None)}
     rows = [
-        row(name, 1.0, tflops=cell[0], peak_mib=cell[1])._replace(workload=w.name)
-        for name, cells in (("flexattn triton", flat), ("SDPA math", quadratic))
-        for w, cell in zip(shapes, cells, strict=True)
-        if cell is not None
+        row(name, 1.0, peak_mib=peak)._replace(workload=w.name)
+        for name, both in peaks.items()
+        for w, peak in zip(shapes, (*both, 1.0), strict=True)
     ]
     found = {t.title: t for t in tables(recorded(rows)._replace(workloads={w.name: w for w in shapes}))}
-    assert found["forward, scaling: at fixed tokens"].rows == [
-        ("flexattn triton", ["s512 to s2048", "1.00", "s1024"]),
-        ("SDPA math", ["s512 to s1024", "2.00", "s512"]),
-    ]
-    memory = found["forward, scaling: peak MiB of a call"]
-    assert (memory.columns, memory.rows[1]) == (["s512", "s1024", "s2048"], ("SDPA math", ["64", "128", "-"]))
+    assert set(found) == {
+        *("forward, scaling", "forward, scaling: peak MiB of a call", "forward, small"),
+        "forward, small: host us to enqueue a call, median (99th percentile)",
+    }
+    memory, host = found["forward, scaling: peak MiB of a call"], list(found.values())[-1]
+    assert memory.columns == ["512", "1024"]
+    assert memory.rows == [("flexattn triton", ["64", "64"]), ("SDPA math", ["128", "measured"])]
+    assert (host.columns, host.rows[0]) == (["small-s128"], ("flexattn triton", ["9 (12)"]))
 
 
 def test_csv_has_how_it_was_made(tmp_path: Path) -> None:
