@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -67,10 +64,6 @@ def main(argv: list[str] | None = None) -> int:
     print("\nmicroseconds of the parts of a bshd forward without gradients:")
     for name, us in parts.items():
         print(f"{name:60} {us:8.2f}")
-    run.content["cold start, ms"] = starts = cold_start(has_gpu)
-    print("\na new process, ms; the kernel is the portable forward's, and the GPU is initialized:")
-    for name, ms in starts.items():
-        print(f"{name:60} {ms:8.0f}")
     run.write()
     return 0
 
@@ -260,66 +253,6 @@ def stages(has_gpu: bool) -> dict[str, float]:
     }
     new = {"a call with a key that is new (lengths that never came)": anew}
     return {name: min(us) for name, us in (*_times(found, ROUNDS).items(), *_times(new, ROUNDS).items())}
-
-
-CHILD = """
-import json, sys, time
-clock = time.perf_counter
-began = clock()
-import torch
-has_torch = clock()
-import flexattn
-has_flexattn = clock()
-import triton, triton.language
-has_triton = clock()
-has_gpu = torch.cuda.is_available()
-loaded = 0
-if not has_gpu:
-    began_to_load = clock()
-    import flexattn.kernels_triton.runtime.launch  # which the first call needs, and the driver that stands in too
-    loaded = clock() - began_to_load
-    from flexattn.bench import stub_driver
-    stub_driver.install()
-q = torch.zeros(2, 128, 8, 64, dtype=torch.bfloat16, device="cuda" if has_gpu else "cpu")
-wait = torch.cuda.synchronize if has_gpu else int
-wait()
-before = clock()
-flexattn.attention(q, q, q, attn_mask_type="causal", backend="triton")
-wait()
-first = clock()
-flexattn.attention(q, q, q, attn_mask_type="causal", backend="triton")
-wait()
-again = clock()
-flexattn.attention(q[:1], q[:1], q[:1], attn_mask_type="causal", backend="triton")
-wait()
-imports = [has_torch - began, has_flexattn - has_torch, has_triton - has_flexattn]
-times = [*imports, loaded + first - before, again - first, clock() - again]
-print(json.dumps(times))
-"""
-
-
-def cold_start(has_gpu: bool) -> dict[str, float]:
-    """Returns the milliseconds of the steps that a process runs once: the least of several processes.
-
-    A line without a kernel on disk comes from a single process. Python's bytecode is on disk, as after pip; the import without
-    bytecode is a separate line.
-    """
-    imports = ("import torch", "import flexattn, after it", "import triton, which the first call needs")
-    names = (*imports, "first call", "the same call again, which is recorded", "a call of another batch size")
-    with tempfile.TemporaryDirectory() as folder:
-
-        def run(kernels: str) -> list[float]:
-            env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-            env |= {"TRITON_CACHE_DIR": str(Path(folder, kernels)), "FLEXATTN_KERNELS": str(Path(folder, kernels, "kernels"))}
-            env["PYTHONPYCACHEPREFIX"] = str(Path(folder, "bytecode"))
-            ran = subprocess.run([sys.executable, "-c", CHILD], env=env, check=True, capture_output=True, text=True)
-            times: list[float] = json.loads(ran.stdout)
-            return times
-
-        (_, without_bytecode, *_), cold, *warm = [run("first"), *(run("second") for _ in range(4))]
-    found = {name: 1e3 * min(run[i] for run in warm) for i, name in enumerate(names)}
-    found["import flexattn, with no bytecode on disk"] = 1e3 * without_bytecode
-    return {**found, "first call, with no kernel on disk": 1e3 * cold[3]}
 
 
 if __name__ == "__main__":
