@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn.bench import compiled, implementations, play, record, sweep
+from flexattn.bench import compiled, implementations, play, record
 from flexattn.bench.implementations import committed_tile
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import Ceilings, Samples
@@ -98,11 +98,11 @@ def test_a_wrong_tile_in_a_sweep_is_never_timed(
         timed.extend(calls)
         return {name: Samples([1.0 + n, 1.1 + n], [0.1, 0.1]) for n, name in enumerate(calls)}
 
-    monkeypatch.setattr(sweep, "time_on_device", timer)
-    monkeypatch.setattr(sweep, "measure_ceilings", lambda *_: Ceilings(700.0, 8192, "bfloat16", 4000.0, 2**30))
-    monkeypatch.setattr(sweep, "make_tensors", lambda workload, _: make_tensors(workload, "cpu"))
+    monkeypatch.setattr(play, "time_on_device", timer)
+    monkeypatch.setattr(play, "measure_ceilings", lambda *_: Ceilings(700.0, 8192, "bfloat16", 4000.0, 2**30))
+    monkeypatch.setattr(play, "make_tensors", lambda workload, _: make_tensors(workload, "cpu"))
     out = tmp_path / "tiles.json"
-    assert sweep._measure([subject], tiles, 1.0, out, "python -m flexattn play forward --sweep") == play.WRONG
+    assert play._time_tiles([subject], tiles, 1.0, out, "python -m flexattn play forward --sweep") == play.WRONG
     assert timed == ["forward 32x32x4x1 committed", "forward 32x32x4x1"]
     found = record.read(out)
     assert {r.implementation: r.status for r in found.rows} == {
@@ -207,7 +207,7 @@ def test_a_sweep_prunes_by_compiling_before_anything_runs(
         checked.append(tile_name(subject.tile))
         return [], "broken"
 
-    monkeypatch.setattr(sweep, "check", check)
+    monkeypatch.setattr(play, "check", check)
     space = ["--block-m", "128", "--block-n", "64", "--num-warps", "8", "--num-stages", "2", "4"]
     assert play.main(["forward", "--shape", "sweep-d256-causal-s4096", "--sweep", *space]) == play.WRONG
     said = capsys.readouterr().out
