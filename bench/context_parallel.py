@@ -31,8 +31,8 @@ from torch import Tensor
 
 from flexattn import attention, distributed
 from flexattn.bench import harness, record
-from flexattn.bench.harness import Row, Run, host_us, make_parser, quartiles
-from flexattn.bench.measure import peak_bytes, reason_of
+from flexattn.bench.harness import Row, Run, host_us, make_parser
+from flexattn.bench.measure import peak_bytes, quartiles, reason_of
 from flexattn.bench.shapes import log_normal_lengths
 from flexattn.distributed import peer_memory
 from flexattn.distributed.cost import Heads

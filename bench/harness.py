@@ -8,7 +8,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from flexattn.bench import record
-from flexattn.bench.measure import time_on_device
+from flexattn.bench.measure import quartiles, time_on_device
 from flexattn.cli import Parser
 
-K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 Row = dict[str, Any]
 Call = Callable[[], Any]
@@ -128,30 +127,10 @@ class Program(Generic[T]):
         return run.status(self.fails)
 
 
-def in_turns(keys: Iterable[K], rounds: int, turn: Callable[[K], Iterable[float]]) -> dict[K, list[float]]:
-    """Returns the samples of `turn(key)` for each key over all rounds.
-
-    The keys alternate, and the first one changes from round to round, because each call warms the GPU for its successor.
-    """
-    order = list(keys)
-    samples: dict[K, list[float]] = {key: [] for key in order}
-    for n in range(rounds):
-        first = n % len(order) if order else 0
-        for key in order[first:] + order[:first]:
-            samples[key] += turn(key)
-    return samples
-
-
 def distance(got: Tensor, exact: Tensor) -> float:
     """Returns |got - exact| / |exact| in the Euclidean norm, in float32 or in exact's wider dtype."""
     exact = exact.to(torch.promote_types(exact.dtype, torch.float32))
     return float((got.to(exact.dtype) - exact).norm() / exact.norm())
-
-
-def quartiles(samples: Sequence[float], name: str = "us") -> dict[str, float]:
-    """Returns the median of samples as `name`, and the quartiles as `name`_q1 and `name`_q3."""
-    q1, median, q3 = statistics.quantiles(samples, n=4)
-    return {name: median, f"{name}_q1": q1, f"{name}_q3": q3}
 
 
 def times(calls: Mapping[str, Call], budget_ms: float, name: str = "us") -> dict[str, Row]:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexattn.bench import record
-from flexattn.bench.harness import Call, Row, Run, in_turns, quartiles
+from flexattn.bench.harness import Call, Row, Run
+from flexattn.bench.measure import in_turns, quartiles
 from flexattn.cli import Parser, program
 
 HEADS, HEAD_DIM = 8, 64

@@ -24,10 +24,10 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from flexattn.bench import implementations, record
-from flexattn.bench.harness import Call, in_turns, make_parser, need_gpu
+from flexattn.bench.harness import Call, make_parser, need_gpu
 from flexattn.bench.implementations import Implementation, Prepared, Unavailable
 from flexattn.bench.inputs import Tensors
-from flexattn.bench.measure import Samples
+from flexattn.bench.measure import Samples, in_turns
 from flexattn.bench.run import Plan, run
 from flexattn.bench.shapes import Workload, dense, select
 

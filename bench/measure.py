@@ -7,8 +7,8 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,9 @@ from flexattn.bench.implementations import Implementation, Unavailable
 from flexattn.bench.inputs import Tensors
 from flexattn.bench.record import Ceilings, Row
 from flexattn.bench.shapes import Workload
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 MEASURES = {
     "cuda": (
@@ -60,7 +63,7 @@ def time_on_device(calls: Calls, budget_ms: float) -> dict[str, Samples]:
     """
     host = _wall_times(calls, HOST_SHARE * budget_ms, "cuda")
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    [(start, end)] = _events(1)
+    start, end = _events()
     for _ in range(WARM_UPS):
         start.record()
         flush.zero_()
@@ -69,52 +72,58 @@ def time_on_device(calls: Calls, budget_ms: float) -> dict[str, Samples]:
     flush_ms = start.elapsed_time(end)
     flushes = {name: max(1, math.ceil(HEAD_START * statistics.median(ms) / flush_ms)) for name, ms in host.items()}
 
-    def one_round() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        events = _events(len(calls))
-        for (name, call), (start, end) in zip(calls.items(), events, strict=True):
-            for _ in range(flushes[name]):
-                flush.zero_()
-            start.record()
-            call()
-            end.record()
-        return events
+    def turn(name: str) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        start, end = _events()
+        for _ in range(flushes[name]):
+            flush.zero_()
+        start.record()
+        calls[name]()
+        end.record()
+        return [(start, end)]
 
     began = time.perf_counter()
-    one_round()
+    in_turns(calls, 1, turn)
     torch.cuda.synchronize()
     affordable = budget_ms * len(calls) / ((time.perf_counter() - began) * 1e3)
-    rounds = [one_round() for _ in range(_rounds("cuda", affordable))]
+    events = in_turns(calls, _rounds("cuda", affordable), turn)
     torch.cuda.synchronize()
-    return {name: Samples([r[i][0].elapsed_time(r[i][1]) for r in rounds], host[name]) for i, name in enumerate(calls)}
+    return {name: Samples([start.elapsed_time(end) for start, end in events[name]], host[name]) for name in calls}
 
 
-def _events(count: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * count)]  # type: ignore[no-untyped-call]
-    return list(zip(events[::2], events[1::2], strict=True))
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def in_turns(keys: Iterable[K], rounds: int, turn: Callable[[K], Iterable[T]]) -> dict[K, list[T]]:
+    """Returns the samples of `turn(key)` for each key over all rounds.
+
+    The keys alternate, and the first one changes from round to round, because each call warms the GPU for its successor.
+    """
+    order = list(keys)
+    samples: dict[K, list[T]] = {key: [] for key in order}
+    for n in range(rounds):
+        first = n % len(order) if order else 0
+        for key in order[first:] + order[:first]:
+            samples[key] += turn(key)
+    return samples
 
 
 def _wall_times(calls: Calls, budget_ms: float, device: str) -> dict[str, list[float]]:
     """Returns the milliseconds until each call returns, if the device's queue is empty; the calls alternate."""
     wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else int
-    times: dict[str, list[float]] = {name: [] for name in calls}
 
-    def one_round() -> float:
-        began = time.perf_counter()
-        for name, call in calls.items():
-            wait()
-            before = time.perf_counter()
-            call()
-            times[name].append((time.perf_counter() - before) * 1e3)
+    def turn(name: str) -> list[float]:
         wait()
-        return (time.perf_counter() - began) * 1e3
+        before = time.perf_counter()
+        calls[name]()
+        return [(time.perf_counter() - before) * 1e3]
 
     for _ in range(WARM_UPS if device == "cuda" else 1):
-        round_ms = one_round()
-    for samples in times.values():
-        samples.clear()
-    for _ in range(_rounds(device, budget_ms * len(calls) / round_ms)):
-        one_round()
-    return times
+        began = time.perf_counter()
+        in_turns(calls, 1, turn)
+        wait()
+        round_ms = (time.perf_counter() - began) * 1e3
+    return in_turns(calls, _rounds(device, budget_ms * len(calls) / round_ms), turn)
 
 
 def time_on_cpu(calls: Calls, budget_ms: float) -> dict[str, Samples]:
@@ -191,14 +200,14 @@ def measure(
         return list(rows.values())
     memory = {name: peak_bytes(call) for name, call in timed.items()} if tensors.q.is_cuda else {}
     for name, samples in timer(timed).items():
-        q1, median, q3 = statistics.quantiles(samples.ms, n=4, method="inclusive")
-        tflops, gb_s = work.flops / median * 1e-9, work.bytes / median * 1e-6
+        us = quartiles([1e3 * ms for ms in samples.ms])
+        tflops, gb_s = work.flops / us["us"] * 1e-6, work.bytes / us["us"] * 1e-3
         rows[name] = rows[name]._replace(
             status="measured",
             calls=len(samples.ms),
-            us=median * 1e3,
-            us_q1=q1 * 1e3,
-            us_q3=q3 * 1e3,
+            us=us["us"],
+            us_q1=us["us_q1"],
+            us_q3=us["us_q3"],
             tflops=tflops,
             gb_s=gb_s,
             share=tflops / ceilings.matmul_tflops,
@@ -208,6 +217,12 @@ def measure(
             peak_mib=memory[name] / 2**20 if memory.get(name) else None,  # 0: outputs and workspace were allocated before
         )
     return list(rows.values())
+
+
+def quartiles(samples: Sequence[float], name: str = "us") -> dict[str, float]:
+    """Returns the median of samples as `name`, and the quartiles as `name`_q1 and `name`_q3."""
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return {name: median, f"{name}_q1": q1, f"{name}_q3": q3}
 
 
 def poison(tensors: Tensors) -> None:

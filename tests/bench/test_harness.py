@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexattn.bench import harness
+from flexattn.bench import harness, measure
 from flexattn.bench.measure import Samples
 
 
@@ -33,13 +33,13 @@ def test_calls_alternate_and_change_places() -> None:
         order.append(name)
         return [float(len(order))]
 
-    assert harness.in_turns("abc", 3, turn) == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
+    assert measure.in_turns("abc", 3, turn) == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
     assert "".join(order) == "abcbcacab"
-    assert harness.in_turns((), 3, turn) == {}
+    assert measure.in_turns((), 3, turn) == {}
 
 
 def test_quartiles_have_the_names_of_their_unit() -> None:
-    assert harness.quartiles([1.0, 2.0, 3.0], "ms") == {"ms": 2.0, "ms_q1": 1.0, "ms_q3": 3.0}
+    assert measure.quartiles([1.0, 2.0, 4.0], "ms") == {"ms": 2.0, "ms_q1": 1.5, "ms_q3": 3.0}
 
 
 def test_a_program_measures_the_chosen_cases_and_names_them_in_its_rows(
