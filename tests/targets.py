@@ -79,7 +79,7 @@ LATER = {
     ),
     "engines": (
         *(f"flexattn/integrations/{name}.py" for name in ("engines", "sglang", "vllm")),
-        *("bench/engines.py", "bench/engines_sglang.py"),
+        "bench/engines.py",
     ),
     "QK-norm and rotary positions": (
         *("kernels_triton/portable/norm_rope.py", "dispatch/norm_rope.py"),
