@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.nn.attention.varlen import varlen_attn
 
 from flexattn.bench import harness, record
 from flexattn.bench.harness import Program, Row
@@ -78,31 +75,12 @@ def _in_float32(models: dict[str, nn.Module], run: Callable[[nn.Module], Tensor]
     return Subject(models, run, lambda: run(models[OWN].float()), "scaled_dot_product_attention")
 
 
-def without_unknown(function: Callable[..., T], ignored: frozenset[str]) -> Callable[..., T]:
-    """Returns the function without those keywords of `ignored` that it does not know."""
-    unknown = ignored - set(inspect.signature(function).parameters)
-
-    def call(*args: object, **options: object) -> T:
-        return function(*args, **{name: x for name, x in options.items() if name not in unknown})
-
-    return call
-
-
 def prepare_torchtitan() -> None:
-    """Imports torchtitan's attention, with stand-ins for the names and keywords that an older torch lacks.
-
-    torchtitan 0.3 needs torch 2.13 and, on Hopper, FlashAttention-3. With these stand-ins a single process runs its models on torch
-    2.11, and packed documents on FlashAttention-2.
-    """
-    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # names the axes of a mesh for FSDP
-        vars(torch.distributed.fsdp)["DataParallelMeshDims"] = object
-    from torchtitan.models.common import attention, decoder
+    """Makes torchtitan's attention run in one process and, on Hopper, without FlashAttention-3."""
+    from torchtitan.models.common import decoder
     from torchtitan.tools import utils
 
-    # An older varlen_attn takes grouped heads without a word, and never divides the keys between programs.
-    attention.varlen_attn = without_unknown(varlen_attn, frozenset({"num_splits", "enable_gqa"}))
-    # An older create_block_mask always separates full blocks, as torchtitan asks for. Compiled it takes half a minute.
-    decoder.create_attention_mask = without_unknown(create_block_mask, frozenset({"separate_full_blocks"}))
+    decoder.create_attention_mask = create_block_mask  # compiled, as torchtitan has it, it takes half a minute
     if importlib.util.find_spec("flash_attn_interface") is None:
         utils.get_cuda_flash_attention_impl = lambda: None  # torch's default is then FlashAttention-2
 

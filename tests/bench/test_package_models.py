@@ -38,16 +38,6 @@ def test_llama_computes_one_document_after_the_other(name: str) -> None:
     _step(subject)
 
 
-def test_a_stand_in_drops_the_keywords_alone_that_an_older_torch_lacks() -> None:
-    def older(x: int, *, scale: int = 1) -> int:
-        return x * scale
-
-    call = package_models.without_unknown(older, frozenset({"scale", "num_splits"}))
-    assert call(2, scale=3, num_splits=1) == 6
-    with pytest.raises(TypeError, match="window_size"):
-        call(2, window_size=1)
-
-
 def _step(subject: package_models.Subject) -> None:
     package_models.step(subject, subject.models[OURS])
     assert all(weight.grad is None for weight in subject.models[OURS].parameters())
