@@ -25,10 +25,12 @@ from flexattn.bench.tables import (
     Table,
     figure,
     geometric_mean,
-    is_ours,
     microseconds,
     name_of,
     panel,
+    peer_table,
+    peers_of,
+    slower_table,
     standings,
     sweep_panels,
 )
@@ -100,7 +102,7 @@ def claim(found: Record) -> str:
         for test in (lambda s: s.speed > 1, lambda s: s.speed >= 1.02, lambda s: s.speed < 0.99, lambda s: s.is_level)
     )
     return (
-        f"On an {found.device['name']} in {dtypes}, `attention()` is faster than the fastest of {len(_peers(found))} other "
+        f"On an {found.device['name']} in {dtypes}, `attention()` is faster than the fastest of {len(peers_of(found))} other "
         f"implementations in {faster} of {len(every)} cells. It is faster by 2 % or more in {ahead} cells, and slower by more than "
         f"1 % in {behind}. In {level} cells the quartiles of the two times overlap."
     )
@@ -116,22 +118,8 @@ def llama_step(steps: Content) -> str:
     )
 
 
-def _peers(found: Record) -> list[str]:
-    return [name for name in found.implementations() if not is_ours(name) and standings(found, name)]
-
-
-def peer_table(found: Record) -> Table:
-    """Returns the table of peers: cells won, level and lost, and speeds."""
-    rows = []
-    for peer in _peers(found):
-        every = standings(found, peer)
-        level = sum(s.is_level for s in every)
-        faster = sum(s.speed > 1 and not s.is_level for s in every)
-        speeds = [s.speed for s in every]
-        counts = [len(every), faster, level, len(every) - faster - level]
-        mark = " †" if any(_has_dense_mask(found, s) for s in every) else ""
-        rows.append((peer + mark, [*map(str, counts), *(f"{x:.3f}" for x in (geometric_mean(speeds), min(speeds), max(speeds)))]))
-    return Table("", ["cells", "faster", "level", "slower", "mean speed", "lowest", "highest"], rows)
+def _marked_peers(found: Record) -> Table:
+    return peer_table(found, lambda s: " †" if _has_dense_mask(found, s) else "")
 
 
 def _has_dense_mask(found: Record, s: Standing) -> bool:
@@ -141,7 +129,7 @@ def _has_dense_mask(found: Record, s: Standing) -> bool:
 def dense_mask_note(found: Record) -> str:
     """Returns the mean of a peer without the cells in which it gets a dense mask."""
     notes = []
-    for peer in _peers(found):
+    for peer in peers_of(found):
         every = standings(found, peer)
         rest = [s.speed for s in every if not _has_dense_mask(found, s)]
         if len(rest) < len(every):
@@ -159,7 +147,7 @@ def readme_section(found: Sources) -> str:
         "flexattn's, with the backend that `auto` selects. Level: the quartiles of both times overlap. FlashAttention 3 and "
         "TransformerEngine are not in this run. [Benchmarks](docs/performance.md) has plots, every cell and the method."
     )
-    parts = [picture, claim(found.main), llama_step(found.steps), peer_table(found.main).markdown("other implementation")]
+    parts = [picture, claim(found.main), llama_step(found.steps), _marked_peers(found.main).markdown("other implementation")]
     return "\n\n".join([*parts, dense_mask_note(found.main), notes])
 
 
@@ -257,13 +245,6 @@ def others_table(found: Record) -> Table:
             rates = [figure(None if s is None else s.ours) for s in cells]
             rows.append((title_of(found.workloads[name]), [rates[0], _speed(cells[0]), rates[1], _speed(cells[1])]))
     return Table("", ["forward TFLOP/s", "speed", "backward TFLOP/s", "speed"], rows)
-
-
-def slower_table(found: Record) -> Table:
-    """Returns the cells in which a peer is faster, the worst first; cells that are level are left out."""
-    cells = sorted((s for s in standings(found) if s.speed <= 1 and not s.is_level), key=lambda s: s.speed)
-    rows = [(f"{title_of(found.workloads[s.workload])}, {s.direction}", [f"{s.speed:.3f}", s.peer.implementation]) for s in cells]
-    return Table("", ["speed", "faster implementation"], rows)
 
 
 def decode_table(decode: Content, libraries: Mapping[str, Sequence[str]], steps: Collection[str] = tuple(CELLS)) -> Table:
@@ -369,7 +350,7 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
     "decode": lambda s: decode_table(s.decode, DECODE_PEERS).markdown("step"),
     "decode, serving engines": lambda s: decode_table(s.serving, SERVING_PEERS, SERVING_STEPS).markdown("step"),
     "memory": lambda s: memory_table(s.main).markdown("implementation"),
-    "implementations": lambda s: f"{peer_table(s.main).markdown('implementation')}\n\n{dense_mask_note(s.main)}",
+    "implementations": lambda s: f"{_marked_peers(s.main).markdown('implementation')}\n\n{dense_mask_note(s.main)}",
     "sweep": lambda s: sweep_table(s.main).markdown(SWEEP_CORNER),
     "rates": lambda s: sweep_table(s.main, lambda *cell: figure(s.main.of(*cell).get(AUTO))).markdown(SWEEP_CORNER),
     "workloads": lambda s: others_table(s.main).markdown("workload"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flexattn.bench.record import Record, Row
-from flexattn.bench.shapes import MASKS, PUBLISHED, SWEEP_HEAD_DIMS, SWEEP_SEQLENS, Workload
+from flexattn.bench.shapes import MASKS, PUBLISHED, SWEEP_HEAD_DIMS, SWEEP_SEQLENS, Workload, title_of
 
 
 class Table(NamedTuple):
@@ -141,8 +141,7 @@ class Standing(NamedTuple):
     @property
     def is_level(self) -> bool:
         """Returns whether the quartiles of the two times overlap."""
-        a, b = ((row.us_q1 or _us(row), row.us_q3 or _us(row)) for row in (self.ours, self.peer))
-        return a[0] <= b[1] and b[0] <= a[1]
+        return _overlap(self.ours, self.peer)
 
     @property
     def speed(self) -> float:
@@ -176,6 +175,12 @@ def _us(row: Row) -> float:
     return row.us
 
 
+def _overlap(a: Row, b: Row) -> bool:
+    """Returns whether the quartiles of the times of two rows overlap."""
+    (a1, a3), (b1, b3) = ((row.us_q1 or _us(row), row.us_q3 or _us(row)) for row in (a, b))
+    return a1 <= b3 and b1 <= a3
+
+
 def microseconds(us: float | None) -> str:
     """Returns a time of a page with three digits or all before the point."""
     assert us is not None
@@ -187,33 +192,40 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def standing_table(record: Record) -> Table | None:
-    """Returns a table with peers as rows and flexattn's implementations as columns; None if the record lacks either."""
-    ours = [name for name in record.implementations() if standings(record, ours=name)]
-    columns = [*ours, "the fastest of them"] if len(ours) > 1 else ours
+def peers_of(record: Record) -> list[str]:
+    """Returns the implementations that were measured beside flexattn."""
+    return [name for name in record.implementations() if not is_ours(name) and standings(record, name)]
+
+
+def peer_table(record: Record, mark: Callable[[Standing], str] = lambda standing: "") -> Table:
+    """Returns the table of peers: cells won, level and lost, and speeds. mark: a sign for the name of a peer with such a cell."""
     rows = []
-    for peer in (name for name in record.implementations() if not is_ours(name)):
-        found = [standings(record, peer, name if name in ours else None) for name in columns]
-        if any(found):
-            rows.append((peer, [_won(both) if both else "-" for both in found]))
-    title = "Cells where flexattn is faster, and the geometric mean (lowest, highest) of its speed, the peer's being 1"
-    return Table(title, columns, rows) if rows else None
+    for peer in peers_of(record):
+        every = standings(record, peer)
+        level = sum(s.is_level for s in every)
+        faster = sum(s.speed > 1 and not s.is_level for s in every)
+        speeds = [s.speed for s in every]
+        counts = [len(every), faster, level, len(every) - faster - level]
+        texts = [*map(str, counts), *(f"{x:.3f}" for x in (geometric_mean(speeds), min(speeds), max(speeds)))]
+        rows.append((peer + max(map(mark, every)), texts))
+    return Table("", ["cells", "faster", "level", "slower", "mean speed", "lowest", "highest"], rows)
 
 
-def _won(both: Sequence[Standing]) -> str:
-    speeds = [s.speed for s in both]
-    won = sum(speed > 1 for speed in speeds)
-    return f"{won} of {len(both)}, {geometric_mean(speeds):.2f} ({min(speeds):.2f}, {max(speeds):.2f})"
+def slower_table(record: Record, title: Callable[[Workload], str] = title_of) -> Table:
+    """Returns the cells in which a peer is faster, the worst first; cells that are level are left out."""
+    cells = sorted((s for s in standings(record) if s.speed <= 1 and not s.is_level), key=lambda s: s.speed)
+    rows = [(f"{title(record.workloads[s.workload])}, {s.direction}", [f"{s.speed:.3f}", s.peer.implementation]) for s in cells]
+    return Table("", ["speed", "faster implementation"], rows)
 
 
-def verdict(record: Record) -> str:
-    """Lists how flexattn compares with each peer; then each cell that is lost to the fastest of them."""
-    table = standing_table(record)
-    lines = [table.text()] if table is not None else []
-    lost = sorted((s for s in standings(record) if s.speed <= 1), key=lambda s: s.speed)
-    lines += [f"lost: {len(lost)} of {len(standings(record))} cells"] if standings(record) else []
-    lines += [f"  {s.workload} {s.direction}: {s.speed:.2f} of the speed of {s.peer.implementation}" for s in lost]
-    return "\n".join(lines)
+def verdict(record: Record) -> list[Table]:
+    """Returns how flexattn compares with each peer, and the cells in which one is faster."""
+    slower = slower_table(record, lambda workload: workload.name)
+    found = [
+        peer_table(record)._replace(title="Cells where flexattn is faster, level and slower, and its speed, the peer's being 1"),
+        slower._replace(title=f"slower in {len(slower.rows)} of {len(standings(record))} cells"),
+    ]
+    return [table for table in found if table.rows]
 
 
 def headline(record: Record) -> str:
@@ -231,16 +243,12 @@ class Pair(NamedTuple):
     @property
     def ratio(self) -> float:
         """B's time over A's: below 1 if B is faster."""
-        assert self.a.us is not None
-        assert self.b.us is not None
-        return self.b.us / self.a.us
+        return _us(self.b) / _us(self.a)
 
     @property
     def is_apart(self) -> bool:
         """Returns whether the quartiles of the two do not touch, so that the difference is more than the spread of either run."""
-        bounds = (self.a.us_q1, self.a.us_q3, self.b.us_q1, self.b.us_q3)
-        a1, a3, b1, b3 = (bound if bound is not None else float("nan") for bound in bounds)
-        return b1 > a3 or b3 < a1
+        return not _overlap(self.a, self.b)
 
 
 def pairs(a: Record, b: Record) -> list[Pair]:

@@ -631,13 +631,11 @@ def test_tables() -> None:
 
 
 def test_the_verdict_names_every_cell_that_is_lost() -> None:
-    assert verdict(recorded(ROWS)).splitlines() == [
-        "Cells where flexattn is faster, and the geometric mean (lowest, highest) of its speed, the peer's being 1",
-        "                         flexattn triton",
-        "FlexAttention  1 of 2, 1.26 (0.80, 2.00)",
-        "lost: 1 of 2 cells",
-        "  sweep-d128-causal-s2048 forward: 0.80 of the speed of FlexAttention",
-    ]
+    beside, slower = verdict(recorded(ROWS))
+    assert beside.rows == [("FlexAttention", ["2", "1", "0", "1", "1.265", "0.800", "2.000"])]
+    assert slower.title == "slower in 1 of 2 cells"
+    assert slower.rows == [("sweep-d128-causal-s2048, forward", ["0.800", "FlexAttention"])]
+    assert verdict(recorded(ROWS[:1])) == []
     assert standings(recorded(ROWS), "SDPA cuDNN") == []
 
 
@@ -719,7 +717,7 @@ def test_the_command_checks_measures_and_says_what_a_cpu_can(
     assert command.main([*arguments, "--out", str(out), "--csv", str(tmp_path / "x.csv")]) == 0
     said = capsys.readouterr().out
     assert "No GPU here" in said
-    assert re.search(r"SDPA flash +\d of 1, ", said)
+    assert re.search(r"SDPA flash +1( +[01]){3} +\d", said)
     found = record.read(out)
     assert [(r.implementation, r.status) for r in found.rows] == [
         ("flexattn eager", "measured"),
