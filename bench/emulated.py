@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,38 +31,30 @@ if TYPE_CHECKING:
 
 LONGEST = 200  # tokens of the workload's longest sequence, shortened
 PROGRAMS = 3  # programs of the forward, which stay on the GPU: each then computes several blocks
+
+
+class Played(NamedTuple):
+    """A Gluon kernel, its family, and the module that launches it."""
+
+    kernel: str
+    family: str
+    module: str
+
+
 KERNELS = {
-    "forward": "_attn_fwd_hopper_kernel",
-    "dq": "_attn_bwd_dq_hopper_kernel",
-    "dkdv": "_attn_bwd_dkdv_hopper_kernel",
-    "fused": "_attn_bwd_fused_hopper_kernel",
-    "fused-192": "_attn_bwd_fused_192_hopper_kernel",
-    "fp8-forward": "_attn_fwd_fp8_hopper_kernel",
-    "fp8-dq": "_attn_bwd_dq_fp8_hopper_kernel",
-    "fp8-dkdv": "_attn_bwd_dkdv_fp8_hopper_kernel",
-    "fp8-fused": "_attn_bwd_fused_fp8_hopper_kernel",
-    "sm_100": "_attn_fwd_blackwell_kernel",
-    "sm_100-fused": "_attn_bwd_blackwell_kernel",
+    "forward": Played("_attn_fwd_hopper_kernel", "sm_90", "hopper.forward"),
+    "dq": Played("_attn_bwd_dq_hopper_kernel", "sm_90 two-kernel", "hopper.backward"),
+    "dkdv": Played("_attn_bwd_dkdv_hopper_kernel", "sm_90 two-kernel", "hopper.backward"),
+    "fused": Played("_attn_bwd_fused_hopper_kernel", "sm_90 fused", "hopper.backward_fused"),
+    "fused-192": Played("_attn_bwd_fused_192_hopper_kernel", "sm_90 fused 192", "hopper.backward_fused_192"),
+    "fp8-forward": Played("_attn_fwd_fp8_hopper_kernel", "sm_90 FP8", "hopper.fp8_forward"),
+    "fp8-dq": Played("_attn_bwd_dq_fp8_hopper_kernel", "sm_90 FP8 two-kernel", "hopper.fp8_backward"),
+    "fp8-dkdv": Played("_attn_bwd_dkdv_fp8_hopper_kernel", "sm_90 FP8 two-kernel", "hopper.fp8_backward"),
+    "fp8-fused": Played("_attn_bwd_fused_fp8_hopper_kernel", "sm_90 FP8 fused", "hopper.fp8_backward_fused"),
+    "sm_100": Played("_attn_fwd_blackwell_kernel", "sm_100", "blackwell.forward"),
+    "sm_100-fused": Played("_attn_bwd_blackwell_kernel", "sm_100 fused", "blackwell.backward"),
 }
 """Gluon kernels for sm_90 and sm_100, by their names in `play --emulate`; no workload has head dims above 256."""
-FAMILIES = {
-    "forward": "sm_90",
-    "fused": "sm_90 fused",
-    "fused-192": "sm_90 fused 192",
-    "fp8-forward": "sm_90 FP8",
-    "fp8-dq": "sm_90 FP8 two-kernel",
-    "fp8-dkdv": "sm_90 FP8 two-kernel",
-    "fp8-fused": "sm_90 FP8 fused",
-    "sm_100": "sm_100",
-    "sm_100-fused": "sm_100 fused",
-}
-"""The kernel family of each kernel; others are of TWO_KERNELS."""
-TWO_KERNELS = "sm_90 two-kernel"
-MODULES = (
-    *("hopper.forward", "hopper.backward", "hopper.backward_fused", "hopper.backward_fused_192", "hopper.fp8_forward"),
-    *("hopper.fp8_backward", "hopper.fp8_backward_fused", "blackwell.forward", "blackwell.backward"),
-)
-"""The modules that launch these kernels."""
 
 
 def the_emulator() -> ModuleType:
@@ -115,17 +107,17 @@ def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
     small = workload.shortened(LONGEST)
     tensors = make_tensors(small, "cpu")
     launch, check = (_prepare_fp8 if kernel.startswith("fp8-") else _prepare)(kernel, small, tensors)
-    modules = [importlib.import_module(f"flexattn.kernels_triton.{name}") for name in MODULES]
+    modules = [importlib.import_module(f"flexattn.kernels_triton.{name}") for name in {x.module for x in KERNELS.values()}]
 
     def run(seed: int) -> Report:
         with emulated(seed, *modules) as reports:
             results = launch()
-        report = reports[KERNELS[kernel]]
+        report = reports[KERNELS[kernel].kernel]
         if not report.bugs:
             check(results)
         return report
 
-    verdict: Verdict = emulator.judge(run, seeds, f"{KERNELS[kernel]} on {small}")
+    verdict: Verdict = emulator.judge(run, seeds, f"{KERNELS[kernel].kernel} on {small}")
     return verdict
 
 
@@ -140,7 +132,7 @@ def _run(kernel: str, call: Any) -> None:
     from flexattn.kernels_triton.runtime.device import pretended_device
 
     order: Any = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
-    family = next(family for family in order if family.name == FAMILIES.get(kernel, TWO_KERNELS))
+    family = next(family for family in order if family.name == KERNELS[kernel].family)
     with pretended_device(max(family.capabilities), PROGRAMS):
         reason, tile = family.unsupported(call), None
         tile = family.tile(call) if reason is None else None

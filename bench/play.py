@@ -407,7 +407,7 @@ def overview() -> str:
     lines = ["Kernels that can be checked and compiled, and on a GPU timed, with other tiles or from your copy of their file:"]
     lines += [f"  {kernel:14}{file}" for kernel, file in files.items()]
     lines += ["", "Kernels for sm_90, and two for sm_100, with --emulate:"]
-    lines += [f"  {kernel:14}{name}" for kernel, name in EMULATED.items()]
+    lines += [f"  {kernel:14}{played.kernel}" for kernel, played in EMULATED.items()]
     return "\n".join([*lines, "", EPILOGUE % {"prog": "python -m flexattn play"}]) + "options: python -m flexattn play --help"
 
 

@@ -508,7 +508,7 @@ def test_play_emulates_a_kernel(kernel: str, capsys: pytest.CaptureFixture[str])
     shape = "deepseek-v3-s4096" if kernel == "fused-192" else "gpt-oss-window-s8192"
     assert play.main([kernel, "--emulate", "--shape", shape, "--seeds", "2"]) == 0
     said = capsys.readouterr().out
-    assert f"{KERNELS_PLAYED[kernel]} on " in said
+    assert f"{KERNELS_PLAYED[kernel].kernel} on " in said
     assert said.rstrip().endswith("clean")
 
 
