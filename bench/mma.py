@@ -32,7 +32,7 @@ from flexattn.bench.implementations import (
 from flexattn.bench.inputs import Tensors, arguments_of
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import MODS, OLDER, Workload, title_of
-from flexattn.bench.tables import Table, geometric_mean
+from flexattn.bench.tables import Table, geometric_mean, standings
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.crossovers import Rule
@@ -160,39 +160,20 @@ def _prepare_tile(kind: str, text: str, workload: Workload, tensors: Tensors, di
 # ---- what a result file says
 
 
-class Cell(NamedTuple):
-    """Microseconds of one cell by implementation."""
-
-    workload: Workload
-    direction: str
-    us: Mapping[str, float]
-
-    def speed(self, other: str, own: str = MMA) -> float | None:
-        """The time of another implementation over that of `own`: above 1 if `own` is faster."""
-        return self.us[other] / self.us[own] if other in self.us and own in self.us else None
-
-
-def cells(found: Record) -> list[Cell]:
-    """Returns the cells of a run, in its order."""
-    rows = ((w, d, found.of(w, d)) for w, d in found.cells())
-    return [Cell(found.workloads[w], d, {n: row.us for n, row in by_name.items() if row.us is not None}) for w, d, by_name in rows]
-
-
-def speeds(other: str, *found: Record) -> dict[tuple[str, str], tuple[Cell, float]]:
-    """Returns the cells that have another implementation, and the speed beside it, by name and direction. A later run counts."""
-    every = ((cell, cell.speed(other)) for cell in itertools.chain.from_iterable(map(cells, found)))
-    return {(cell.workload.name, cell.direction): (cell, speed) for cell, speed in every if speed is not None}
+def speeds(other: str, *found: Record) -> dict[tuple[Workload, str], float]:
+    """Returns the speed beside another implementation, by workload and direction. A later run counts."""
+    return {(run.workloads[s.workload], s.direction): s.speed for run in found for s in standings(run, other, MMA)}
 
 
 def table(*found: Record) -> Table:
     """Returns the speed of the kernels for mma.sync beside other libraries. Lengths of a workload share a row."""
     others = (FLASH, FLEX)
     columns = [(direction, other) for direction in ("forward", "backward") for other in others]
-    titles = [_row_title(cell.workload) for run in found for cell in cells(run)]
+    titles = [_row_title(run.workloads[name]) for run in found for name, _ in run.cells()]
     rows: dict[str, dict[tuple[str, str], list[float]]] = {title: {} for title in titles}
     for other in others:
-        for cell, speed in speeds(other, *found).values():
-            rows[_row_title(cell.workload)].setdefault((cell.direction, other), []).append(speed)
+        for (workload, direction), speed in speeds(other, *found).items():
+            rows[_row_title(workload)].setdefault((direction, other), []).append(speed)
     lines = [(title, [_mean(own.get(column)) for column in columns]) for title, own in rows.items() if own]
     return Table("", [f"{direction}: {other}" for direction, other in columns], lines)
 
@@ -207,7 +188,7 @@ def _mean(found: list[float] | None) -> str:
 
 def claim(*found: Record) -> str:
     """Returns the sentence above the table."""
-    by_other = {other: [speed for _, speed in speeds(other, *found).values()] for other in (FLASH, FLEX, PORTABLE)}
+    by_other = {other: speeds(other, *found).values() for other in (FLASH, FLEX, PORTABLE)}
     names = {FLASH: "PyTorch's FlashAttention-2", PORTABLE: "the portable kernels"}
     *first, last = (
         f"than {names.get(other, other)} in {sum(s > 1 for s in own)} of {len(own)}" for other, own in by_other.items() if own
@@ -218,15 +199,16 @@ def claim(*found: Record) -> str:
 def tile_lines(found: Record) -> list[str]:
     """Returns a line for each cell whose candidates were timed: the fastest tile, and the gain over the committed one."""
     lines = []
-    for cell in cells(found):
+    for workload, direction in found.cells():
+        us = {name: row.us for name, row in found.of(workload, direction).items() if row.us is not None}
         for kind, own in (("forward", MMA), ("backward", MMA), ("dq", REPEATABLE)):
             prefix = f"{TILES} {kind} "
-            times = {name.removeprefix(prefix): us for name, us in cell.us.items() if name.startswith(prefix)}
-            if times and own in cell.us:
+            times = {name.removeprefix(prefix): time for name, time in us.items() if name.startswith(prefix)}
+            if times and own in us:
                 best = min(times, key=lambda name: times[name])
                 ranked = ", ".join(f"{name} {times[name]:.0f}" for name in sorted(times, key=lambda name: times[name]))
-                gain = cell.us[own] / times[best]
-                lines.append(f"{cell.workload.name} {kind}: {best}, {gain:.3f} of the committed tile's speed ({ranked})")
+                gain = us[own] / times[best]
+                lines.append(f"{workload} {kind}: {best}, {gain:.3f} of the committed tile's speed ({ranked})")
     return lines
 
 
@@ -251,13 +233,14 @@ def rules(name: str, found: Record) -> list[Rule]:
     """
     from flexattn.kernels_triton.common.crossovers import Rule
 
-    timed = {cell.workload.head_dim_qk for cell in cells(found)}
+    timed = {found.workloads[name].head_dim_qk for name, _ in found.cells()}
     classes: dict[Calls, dict[int, list[float]]] = {}
-    for cell, ((direction, own), family) in itertools.product(cells(found), FAMILIES.items()):
-        w, speed = cell.workload, cell.speed(PORTABLE, own)
-        if cell.direction == direction and speed is not None and _head_dim(w) in timed:
-            calls = Calls(family, _head_dim(w), w.is_ragged, w.seqlen_q == 1, _mask(w))
-            classes.setdefault(calls, {}).setdefault(w.seqlen_kv if calls.is_decode else w.seqlen_q, []).append(speed)
+    for (direction, own), family in FAMILIES.items():
+        for s in standings(found, PORTABLE, own):
+            w = found.workloads[s.workload]
+            if s.direction == direction and _head_dim(w) in timed:
+                calls = Calls(family, _head_dim(w), w.is_ragged, w.seqlen_q == 1, _mask(w))
+                classes.setdefault(calls, {}).setdefault(w.seqlen_kv if calls.is_decode else w.seqlen_q, []).append(s.speed)
     together: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for calls, by_length in classes.items():
         lengths = sorted(by_length)
@@ -279,12 +262,11 @@ def sdpa_rules(name: str, found: Record, own: str = MMA, use: str = "sdpa beside
     from flexattn.kernels_triton.common.crossovers import Rule
 
     ratios: dict[tuple[str, tuple[int, int], str], dict[int, float]] = {}
-    for cell in cells(found):
-        w, speed = cell.workload, cell.speed(FLASH, own)
+    for s in standings(found, FLASH, own):
+        w = found.workloads[s.workload]
         is_plain = not w.is_ragged and w.softmax_type == "vanilla" and _mask(w) in ("open", "causal") and w.seqlen_q > 1
-        if speed is not None and is_plain:
-            lengths = ratios.setdefault((cell.direction, (w.head_dim_qk, w.head_dim_v), _mask(w)), {})
-            lengths[w.seqlen_kv] = 1 / speed
+        if is_plain:
+            ratios.setdefault((s.direction, (w.head_dim_qk, w.head_dim_v), _mask(w)), {})[w.seqlen_kv] = 1 / s.speed
     made = []
     for (direction, (dim_qk, dim_v), mask), lengths in ratios.items():
         gain = round(geometric_mean(lengths.values()), 2)

@@ -14,7 +14,7 @@ from flexattn.bench.counts import band_of
 from flexattn.bench.implementations import CUDNN, KERNELS, MMA_CAPABILITIES, PORTABLE, TRITON, committed_tile
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import Workload
-from flexattn.bench.tables import geometric_mean, is_ours
+from flexattn.bench.tables import geometric_mean, is_ours, standings
 from flexattn.bench.tiles import parse_tile, tile_name
 
 if TYPE_CHECKING:
@@ -148,18 +148,17 @@ def faster_rows(name: str, record: Record) -> list[Rule]:
     from flexattn.kernels_triton.common.crossovers import Rule
 
     ratios: dict[tuple[str, str, tuple[int, int], str, str, str], dict[int, list[float]]] = {}
-    for workload, direction in record.cells():
-        w, rows = record.workloads[workload], record.of(workload, direction)
-        triton, cudnn = (rows[n].us if n in rows else None for n in (TRITON, CUDNN))
+    for s in standings(record, CUDNN, TRITON):
+        w = record.workloads[s.workload]
         kind = KINDS.get((w.score, w.softmax_type))
-        if triton is None or cudnn is None or kind is None or direction == "both":
+        if kind is None or s.direction == "both":
             continue
         if w.seqlen_q not in (1, w.seqlen_kv):  # a row has one length
             continue
         mask = "windowed" if w.window_size != (-1, -1) else "causal" if w.is_causal else "open"
         layout = "packed" if w.is_ragged else "decode" if w.seqlen_q == 1 else "dense"
-        key = direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, layout, kind
-        ratios.setdefault(key, {}).setdefault(1 << (w.seqlen_kv - 1).bit_length(), []).append(triton / cudnn)
+        key = s.direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, layout, kind
+        ratios.setdefault(key, {}).setdefault(1 << (w.seqlen_kv - 1).bit_length(), []).append(1 / s.speed)
     found = []
     for (direction, dtype, head_dims, mask, layout, kind), classes in ratios.items():
         runs: list[list[int]] = [[]]

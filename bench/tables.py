@@ -159,12 +159,12 @@ def is_candidate(implementation: str) -> bool:
 
 
 def standings(record: Record, peer: str | None = None, ours: str | None = None) -> list[Standing]:
-    """Returns the cells in which flexattn (or its implementation `ours`) and a peer (or the named one) were measured."""
+    """Returns the cells in which flexattn (or its implementation `ours`) and a peer (or the named implementation) were measured."""
     found = []
     for workload, direction in record.cells():
         rows = [r for r in record.of(workload, direction).values() if r.us is not None]
         mine = [r for r in rows if is_ours(r.implementation) and ours in (None, r.implementation)]
-        theirs = [r for r in rows if not is_ours(r.implementation) and peer in (None, r.implementation)]
+        theirs = [r for r in rows if (r.implementation == peer if peer else not is_ours(r.implementation))]
         if mine and theirs:
             found.append(Standing(workload, direction, min(mine, key=_us), min(theirs, key=_us)))
     return found
