@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +103,7 @@ def make_whole(cell: Cell, device: torch.device) -> Whole:
     return Whole(qkv, normal(cell.heads), arguments, {"documents": cell.documents, "attn_mask_type": "causal", **window})
 
 
-def both(call: Call, qkv: tuple[Tensor, ...], dout: Tensor) -> tuple[Tensor, ...]:
+def both(call: Call, qkv: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
     """Returns out, dq, dk and dv."""
     leaves = [t.detach().requires_grad_() for t in qkv]
     out = call(*leaves)
@@ -193,23 +193,14 @@ class Implementation(NamedTuple):
     is_captured: bool = False  # in a CUDA graph
 
 
-class Steps(NamedTuple):
-    """The two timed steps: a forward, and a forward and backward that returns out, dq, dk and dv."""
+def steps_of(call: Call, qkv: Sequence[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
+    """Returns the timed steps: a forward, and a forward and backward that returns out, dq, dk and dv."""
 
-    forward: Callable[[], Any]
-    both: Callable[[], tuple[Tensor, ...]]
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return call(*qkv)
 
-    @classmethod
-    def of(cls, call: Call, qkv: tuple[Tensor, ...], dout: Tensor) -> Steps:
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return call(*qkv)
-
-        return cls(forward, lambda: both(call, qkv, dout))
-
-    def captured(self) -> Steps:
-        """Returns the same steps in CUDA graphs, which write their results to the same memory each time."""
-        return Steps(_replaying(self.forward), _replaying(self.both))
+    return {"forward": forward, "both": lambda: both(call, qkv, dout)}
 
 
 def capture_step(step: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
@@ -315,8 +306,8 @@ class Comparison:
 
     def measure_one(self) -> None:
         """Measures one GPU. A second call adds to the times of the first."""
-        for direction, times in self._times(Steps.of(self.one, self.whole.qkv, self.whole.dout)).items():
-            by_rank = [statistics.median(of.tolist()) for of in times]
+        for direction, step in steps_of(self.one, self.whole.qkv, self.whole.dout).items():
+            by_rank = [statistics.median(of.tolist()) for of in self.ranks.milliseconds(step)]
             taken = [*self.row.get(f"{direction}_ms_by_rank", []), by_rank]
             mean = statistics.mean(ms for of in taken for ms in of)
             products = 1.0 if direction == "forward" else 3.5
@@ -330,21 +321,19 @@ class Comparison:
                 row[f"{direction}_efficiency"] = self.row[f"{direction}_ms"] / (row["ranks"] * row[f"{direction}_ms"])
         return row
 
-    def _times(self, steps: Steps) -> dict[str, Tensor]:
-        return {"forward": self.ranks.milliseconds(steps.forward), "both": self.ranks.milliseconds(steps.both)}
-
     def measured(self, way: Implementation) -> Row:
         ranks, packed = self.ranks, way.plan.is_packed
         parts = distributed.shard(way.plan, *self.whole.qkv, self.whole.dout)
         assert isinstance(parts, tuple)
         *qkv, dout = parts
-        steps = Steps.of(way.call, tuple(qkv), dout)
+        steps = steps_of(way.call, qkv, dout)
         row: Row = {"ranks": ranks.count, **way.facts}
         reason, got = "", None
         with way.context():
             try:
-                steps = steps.captured() if way.is_captured else steps
-                got = steps.both()
+                if way.is_captured:
+                    steps = {direction: _replaying(step) for direction, step in steps.items()}
+                got = steps["both"]()
                 ranks.synchronize()
             except Exception as e:  # a refusal is a row of the table
                 reason = reason_of(e)
@@ -360,16 +349,13 @@ class Comparison:
             del got, wanted
             if not bool((errors < harness.WORST).all()):
                 return row | {"status": "wrong"}
-            times = self._times(steps)
             row["status"] = "measured"
-            for direction, by_rank in times.items():
-                slowest = by_rank.amax(0).tolist()
-                row |= quartiles(slowest, f"{direction}_ms")
-            row["peak_mib"] = None if way.is_captured else ranks.peak_mib(steps.both)
+            for direction, step in steps.items():
+                row |= quartiles(ranks.milliseconds(step).amax(0).tolist(), f"{direction}_ms")
+            row["peak_mib"] = None if way.is_captured else ranks.peak_mib(steps["both"])
             row["shared_mib"] = ranks.shared_mib()
             if row["both_ms"] < HOST_MATTERS_MS:
-                row["host_us_forward"] = ranks.host_us(steps.forward)
-                row["host_us_both"] = ranks.host_us(steps.both)
+                row |= {f"host_us_{direction}": ranks.host_us(step) for direction, step in steps.items()}
         return self.compared(row)
 
 
