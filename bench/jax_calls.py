@@ -1,11 +1,10 @@
 """flexattn from JAX, compared with JAX's attention and with flexattn from torch, in one run.
 
-    python -m flexattn.bench.jax_calls --out jax_calls.json [--kernels]
+    python -m flexattn.bench.jax_calls --out jax_calls.json
 
 Results are checked, and written in the format of `python -m flexattn bench`. A time is the wall time of several enqueued calls,
-from the start of the first to the end of the last, divided by their number. With --kernels it is the sum of the kernels, copies
-and fills that CUPTI records. The host's time is the time until a call returns, if its kernels end long before the next call. Needs
-a GPU, and JAX with its CUDA plugin.
+from the start of the first to the end of the last, divided by their number. The host's time is the time until a call returns, if
+its kernels end long before the next call. Needs a GPU, and JAX with its CUDA plugin.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ DIRECTIONS = ("forward", "both")
 TURNS, TURN_US, CALLS = 12, 20_000, (4, 20)  # turns, time of a turn, and the least and most calls of a turn
 HOST_CALLS = 100
 LONGEST_OF_XLA = 1024  # XLA's attention stores all scores
-METHOD = {
-    False: "wall time of enqueued calls, from the start of the first to the end of the last, divided by their number",
-    True: "sum of the kernels, copies and fills that CUPTI records, divided by the number of calls",
-}
+METHOD = "wall time of enqueued calls, from the start of the first to the end of the last, divided by their number"
 
 
 def prepare(make: Callable[[Workload], Callable[..., Any]], workload: Workload, tensors: Tensors, direction: str) -> Prepared:
@@ -106,19 +102,10 @@ def turn(call: Call, calls: int) -> float:
     return (time.perf_counter() - began) / calls * 1e3
 
 
-def kernel_turn(call: Call, calls: int) -> float:
-    """Returns the milliseconds of a call's kernels, copies and fills, without gaps, as the mean of `calls` calls."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        turn(call, calls - 1)  # and one before
-    return float(sum(event.device_time for event in profiler.events())) / calls * 1e-3
-
-
-def time_calls(measured: Callable[[Call, int], float], calls: Mapping[str, Call]) -> dict[str, Samples]:
+def time_calls(calls: Mapping[str, Call]) -> dict[str, Samples]:
     """Times all calls in turns. A turn takes about TURN_US."""
     numbers = {name: min(CALLS[1], max(CALLS[0], int(TURN_US / 1e3 / turn(call, CALLS[0])))) for name, call in calls.items()}
-    times = in_turns(calls, TURNS, lambda name: [measured(calls[name], numbers[name])])
+    times = in_turns(calls, TURNS, lambda name: [turn(calls[name], numbers[name])])
 
     def host(name: str) -> list[float]:
         began = time.perf_counter()
@@ -134,15 +121,13 @@ def time_calls(measured: Callable[[Call, int], float], calls: Mapping[str, Call]
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", help="names or patterns of bench's shapes, not packed ones")
-    parser.add_argument("--kernels", action="store_true", help="time the kernels alone")
     options = parser.parse_args(argv)
     need_gpu(parser)
     workloads = select(options.shapes) if options.shapes else [SMALL, *select(SHAPES)]
     arguments = sys.argv[1:] if argv is None else argv
     command = record.command_line("flexattn.bench.jax_calls", arguments, options.out)
-    plan = Plan(command, workloads, DIRECTIONS, calls_from_jax(), "cuda", 0.0, float("inf"), out=options.out)
-    timer = functools.partial(time_calls, kernel_turn if options.kernels else turn)
-    done = run(plan._replace(time=METHOD[options.kernels]), timer=timer)
+    plan = Plan(command, workloads, DIRECTIONS, calls_from_jax(), "cuda", 0.0, float("inf"), out=options.out, time=METHOD)
+    done = run(plan, timer=time_calls)
     return int(any(row.status == "wrong" for row in done.rows))
 
 

@@ -145,19 +145,15 @@ SWEEP_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = {"causal": "causal", "full": "no_mask"}
 
 
-def sweep(head_dim: int, mask: str, seqlen: int) -> Workload:
+def sweep(head_dim: int, mask: str, seqlen: int, group: str = "sweep") -> Workload:
     """Returns a cell of FlashAttention's benchmark: 16384 tokens, heads * head dim = 2048 (its README, "Performance")."""
-    name = f"sweep-d{head_dim}-{mask}-s{seqlen}"
+    name = f"{group}-d{head_dim}-{mask}-s{seqlen}"
     heads = SWEEP_WIDTH // head_dim
-    return dense(name, "sweep", SWEEP_TOKENS // seqlen, seqlen, (heads, heads), (head_dim, head_dim), attn_mask_type=MASKS[mask])
-
-
-def odd(head_dim: int, mask: str, seqlen: int) -> Workload:
-    """Returns `sweep` at a length that is not a multiple of a block and lies between lengths that decide the choice of kernels."""
-    return sweep(head_dim, mask, seqlen)._replace(name=f"odd-d{head_dim}-{mask}-s{seqlen}", group="odd")
+    return dense(name, group, SWEEP_TOKENS // seqlen, seqlen, (heads, heads), (head_dim, head_dim), attn_mask_type=MASKS[mask])
 
 
 ODD_SEQLENS = (641, 777, 897, 1500, 3001, 6000, 12289)
+"""Lengths that are no multiple of a block and lie between lengths that decide the choice of kernels."""
 
 
 # Token counts of this library's own sources and pages as `python -m flexattn demo` packed them once; fixed, so that runs compare.
@@ -230,11 +226,6 @@ OLDER = "older"
 """Shapes beside the sweep's for GPUs with mma.sync: head dim 96, short sequences and windows."""
 
 
-def older(head_dim: int, mask: str, seqlen: int) -> Workload:
-    """Returns `sweep` in the group `OLDER`."""
-    return sweep(head_dim, mask, seqlen)._replace(name=f"older-d{head_dim}-{mask}-s{seqlen}", group=OLDER)
-
-
 def latent(mask: str, seqlen: int) -> Workload:
     """Returns a cell with the head dims of DeepSeek's attention without a cache, 192 and 128."""
     name = f"older-d192-128-{mask}-s{seqlen}"
@@ -243,7 +234,7 @@ def latent(mask: str, seqlen: int) -> Workload:
 
 def windowed(head_dim: int) -> Workload:
     """Returns 4,096 tokens whose queries see 1,024 keys each."""
-    return older(head_dim, "causal", 4096)._replace(name=f"older-d{head_dim}-window-s4096", window_size=(1023, 0))
+    return sweep(head_dim, "causal", 4096, OLDER)._replace(name=f"older-d{head_dim}-window-s4096", window_size=(1023, 0))
 
 
 SCALING_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -275,10 +266,10 @@ WORKLOADS: dict[str, Workload] = {
         dense("score-sliding-window", MODS, 2, 8192, (16, 16), (128, 128), **CAUSAL, window_size=(1023, 0)),
         ragged("score-document-mask", DOCUMENTS, (16, 16), (128, 128), MODS),
         *(sweep(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in SWEEP_SEQLENS),
-        *(odd(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in ODD_SEQLENS),
-        *(older(96, mask, s) for mask in MASKS for s in (1024, 4096)),
+        *(sweep(d, mask, s, "odd") for d in SWEEP_HEAD_DIMS for mask in MASKS for s in ODD_SEQLENS),
+        *(sweep(96, mask, s, OLDER) for mask in MASKS for s in (1024, 4096)),
         *(latent(mask, s) for mask in MASKS for s in (1024, 4096)),
-        *(older(d, mask, 256) for d in (64, 128) for mask in MASKS),
+        *(sweep(d, mask, 256, OLDER) for d in (64, 128) for mask in MASKS),
         *map(windowed, SWEEP_HEAD_DIMS),
         # The slowest last, so that a run whose time is spent has all others.
         *sorted(map(published, SHAPES), key=scores_of),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ def test_calls_from_jax_are_checked_and_timed(tmp_path: Path, monkeypatch: pytes
     out = tmp_path / "jax.json"
     small = dense("tiny", "small", 1, 40, (2, 2), (32, 32), attn_mask_type="causal")
     chosen = [i for i in jax_calls.calls_from_jax() if i.name in ("flexattn jax", "jax.nn, xla")]
-    plan = Plan("x", [small], jax_calls.DIRECTIONS, chosen, "cpu", 0.0, float("inf"), out=out, time=jax_calls.METHOD[False])
-    run(plan, lambda text: None, functools.partial(jax_calls.time_calls, jax_calls.turn))
+    plan = Plan("x", [small], jax_calls.DIRECTIONS, chosen, "cpu", 0.0, float("inf"), out=out, time=jax_calls.METHOD)
+    run(plan, lambda text: None, jax_calls.time_calls)
     found = record.read(out)
     assert [(row.implementation, row.direction, row.status) for row in found.rows] == [
         (i.name, direction, "measured") for direction in ("forward", "both") for i in chosen
     ]
     assert all(row.host_us and row.us for row in found.rows)
-    assert found.method["time"] == jax_calls.METHOD[False]
+    assert found.method["time"] == jax_calls.METHOD
