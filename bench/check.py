@@ -144,6 +144,8 @@ class Checker:
 
     def errors(self, direction: str, results: Mapping[str, Tensor]) -> list[Error]:
         """For each result, by name."""
+        import numpy  # torch.unravel_index would import sympy, which takes a second
+
         found = []
         for name in self.names(direction):
             ref, eager = (kind[name] for kind in (self._forward if name == "out" else self._backward))
@@ -152,7 +154,7 @@ class Checker:
             error = error.nan_to_num(nan=float("inf"))
             worst = []
             for flat in error.flatten().topk(min(3, error.numel())).indices.tolist():
-                at = _indices(flat, error.shape)
+                at = tuple(map(int, numpy.unravel_index(flat, error.shape)))
                 worst.append((at, float(got[at]), float(ref[at])))
             (largest, rms), (eager_largest, eager_rms) = (
                 (float(e.amax()), float(e.square().mean().sqrt())) for e in (error, budget)
@@ -201,12 +203,3 @@ def _block(direction: str, spec: AttentionSpec, x: Operands, dout: Tensor, dtype
         return {"out": reference_attention(spec, x, dtype)[0]}
     gradients = reference_gradients(spec, x, dout, dtype=dtype)
     return {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
-
-
-def _indices(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the indices of an element of a flattened tensor. torch.unravel_index would import sympy, which takes a second."""
-    at: list[int] = []
-    for size in reversed(shape):
-        flat, rest = divmod(flat, size)
-        at.insert(0, rest)
-    return tuple(at)

@@ -26,7 +26,8 @@ from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
 from flexattn.bench.peers import peers
 from flexattn.bench.record import Ceilings, Record, Row
-from flexattn.bench.run import line
+from flexattn.bench.run import Plan, line
+from flexattn.bench.run import run as bench
 from flexattn.bench.shapes import Workload, select
 from flexattn.bench.subject import NEEDED, PASSED, REFUSED, WRONG, Subject, alone, check, launchers_of, small_enough
 from flexattn.bench.tables import Table
@@ -357,33 +358,21 @@ def _check_only(subject: Subject, tiles: Sequence[Tile]) -> int:
 def _time_tiles(subjects: Sequence[Subject], tiles: Sequence[Tile], budget_ms: float, out: Path | None, command: str) -> int:
     from flexattn.bench.rows import emit
 
+    def for_workload(subject: Subject, name: str, workload: Workload) -> Implementation:
+        return alone(subject, name)._replace(serves=lambda measured, direction: measured == workload)
+
     kernel = subjects[0].kernel
-    direction, _ = KERNELS[kernel]
-    timer = functools.partial(time_on_device, budget_ms=budget_ms)
-    ceilings = measure_ceilings(timer, "cuda")
-    method = {"time": MEASURES["cuda"], "host": HOST, "flops": counts.KERNEL_FLOPS, "bytes": counts.KERNEL_BYTES}
-    rows: list[Row] = []
-    kept = Record(**record.facts(command, ceilings, method, [s.workload for s in subjects]), rows=rows, complete=False)
+    implementations = []
     for subject in subjects:
-        tensors = make_tensors(subject.workload, "cuda")
         library = subject._replace(launchers=committed_launchers({})).with_tile(subject.committed)
         is_own_file = subject.launchers._replace(tiles={}) != library.launchers._replace(tiles={})
         tried = [subject.with_tile(tile) for tile in tiles if is_own_file or tile != subject.committed]
-        implementations = [alone(library, f"{library.label} committed"), *(alone(s, s.label) for s in tried)]
-        work = counts.kernel_work(subject.workload, kernel)
-        new = measure(
-            subject.workload, direction, implementations, tensors, Checker(subject.workload, tensors), work, ceilings, timer
-        )
-        rows += sorted(new, key=lambda row: float("inf") if row.us is None else row.us)
-        print("\n".join(map(line, rows[-len(new) :])), flush=True)
-        if out is not None:
-            record.write(out, kept)
-        del tensors
-    done = kept._replace(complete=True)
-    if out is not None:
-        record.write(out, done)
+        named = {f"{library.label} committed": library, **{s.label: s for s in tried}}
+        implementations += [for_workload(s, name, subject.workload) for name, s in named.items()]
+    workloads, direction = [s.workload for s in subjects], KERNELS[kernel][0]
+    done = bench(Plan(command, workloads, [direction], implementations, "cuda", budget_ms, float("inf"), out=out, kernel=kernel))
     print(f"\n{emit({out.name if out else 'this run': done})}")
-    return WRONG if any(row.status == "wrong" for row in rows) else PASSED
+    return WRONG if any(row.status == "wrong" for row in done.rows) else PASSED
 
 
 def standing(kernel_rows: Sequence[Row], rows: Sequence[Row]) -> str:

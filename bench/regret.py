@@ -20,7 +20,7 @@ from flexattn.bench.inputs import arguments_of, make_tensors
 from flexattn.bench.record import Record
 from flexattn.bench.rows import TIE
 from flexattn.bench.shapes import Workload
-from flexattn.bench.tables import AUTO, is_ours
+from flexattn.bench.tables import AUTO, Table, is_ours
 from flexattn.dispatch import heuristics, triton_backend
 from flexattn.dispatch.plan import Device, large_l2_by_name
 from flexattn.dispatch.spec import Direction
@@ -172,12 +172,11 @@ def text(name: str, record: Record) -> str:
     """The table of a file: each cell, each length between two, the worst, and how many are over TIE or unknown."""
     lines = []
     for title, found in ((f"{name}: cells", regrets(record)), (f"{name}: lengths between", between(record))):
-        width = max((len(r.workload) for r in found), default=0)
-        lines.append(title)
-        for r in found:
-            ratio = "unknown" if r.ratio is None else f"{r.ratio:7.3f}"
-            mark = " *" if r.is_bad else ""
-            lines.append(f"  {r.workload:{width}} {r.direction:9} {ratio}  {r.pick}; fastest {r.fastest}{mark}")
+        rows = [
+            (f"{r.workload} {r.direction}", ["unknown" if r.ratio is None else f"{r.ratio:.3f}", r.pick, r.fastest, "*" * r.is_bad])
+            for r in found
+        ]
+        lines.append(Table(title, ["ratio", "pick", "fastest", ""], rows).text())
         known = [r for r in found if r.ratio is not None]
         worst = max(known, key=lambda r: r.ratio or 0.0, default=None)
         over = sum(r.is_bad for r in found)

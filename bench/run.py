@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     only_check: bool = False
     out: Path | None = None
     time: str | None = None  # how a given timer times, in words
+    kernel: str = ""  # the only kernel whose operations and bytes count
 
 
 def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None = None) -> Record:
@@ -59,7 +60,7 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
             tensors = make_tensors(workload, plan.device)
             checker = Checker(workload, tensors)
             for direction in directions:
-                work = counts.work(workload, direction)
+                work = counts.kernel_work(workload, plan.kernel) if plan.kernel else counts.work(workload, direction)
                 asked = [i for i in plan.implementations if i.serves(workload, direction)]
                 arguments = (asked, tensors, checker, work, ceilings, None if plan.only_check else timer)
                 new = measure(workload, direction, *arguments)
@@ -92,8 +93,9 @@ def _by_workload(cells: Iterable[tuple[Workload, str]]) -> Iterator[tuple[Worklo
 
 
 def method(plan: Plan) -> dict[str, str]:
-    texts = {"check": CHECK, "flops": counts.FLOPS, "bytes": counts.BYTES, "peers": PEERS_NOTE}
-    texts["inputs"] = "standard normal"
+    texts = {"check": CHECK, "peers": PEERS_NOTE, "inputs": "standard normal"}
+    flops, moved = (counts.KERNEL_FLOPS, counts.KERNEL_BYTES) if plan.kernel else (counts.FLOPS, counts.BYTES)
+    texts |= {"flops": flops, "bytes": moved}
     if not plan.only_check:
         texts["time"] = plan.time or MEASURES[plan.device]
     return texts | ({"host": HOST, "memory": MEMORY} if plan.device == "cuda" and not plan.only_check else {})

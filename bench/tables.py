@@ -20,8 +20,8 @@ class Table(NamedTuple):
 
     def text(self) -> str:
         """Right-aligned, for a terminal."""
-        names = max(len(name) for name, _ in self.rows)
-        widths = [max(len(c), *(len(cells[n]) for _, cells in self.rows)) for n, c in enumerate(self.columns)]
+        names = max((len(name) for name, _ in self.rows), default=0)
+        widths = [max([len(c), *(len(cells[n]) for _, cells in self.rows)]) for n, c in enumerate(self.columns)]
 
         def line(name: str, cells: Sequence[str]) -> str:
             return f"{name:{names}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn.bench import compiled, implementations, play, record
+from flexattn.bench import compiled, implementations, play, record, run
 from flexattn.bench.implementations import committed_tile
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import Ceilings, Samples
@@ -98,9 +98,11 @@ def test_a_wrong_tile_in_a_sweep_is_never_timed(
         timed.extend(calls)
         return {name: Samples([1.0 + n, 1.1 + n], [0.1, 0.1]) for n, name in enumerate(calls)}
 
-    monkeypatch.setattr(play, "time_on_device", timer)
-    monkeypatch.setattr(play, "measure_ceilings", lambda *_: Ceilings(700.0, 8192, "bfloat16", 4000.0, 2**30))
-    monkeypatch.setattr(play, "make_tensors", lambda workload, _: make_tensors(workload, "cpu"))
+    monkeypatch.setattr(run, "time_on_device", timer)
+    monkeypatch.setattr(run, "measure_ceilings", lambda *_: Ceilings(700.0, 8192, "bfloat16", 4000.0, 2**30))
+    monkeypatch.setattr(run, "make_tensors", lambda workload, _: make_tensors(workload, "cpu"))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     out = tmp_path / "tiles.json"
     assert play._time_tiles([subject], tiles, 1.0, out, "python -m flexattn play forward --sweep") == play.WRONG
     assert timed == ["forward 32x32x4x1 committed", "forward 32x32x4x1"]
