@@ -110,6 +110,18 @@ def both(call: Call, qkv: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
     return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def wait_for_all() -> None:
+    """Returns when the device's queue of each rank is empty."""
+    synchronize()
+    dist.barrier()
+    synchronize()
+
+
 class Ranks:
     """This process as a rank of torchrun."""
 
@@ -137,26 +149,21 @@ class Ranks:
     def said_by_any(self, is_true: bool) -> bool:
         return bool(self.gathered([float(is_true)]).any())
 
-    def synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
     def milliseconds(self, call: Callable[[], object]) -> Tensor:
         """Returns the times of calls in a row, [ranks, calls]."""
         call()
-        self.synchronize()
+        synchronize()
         before = time.perf_counter()
         call()
-        self.synchronize()
+        synchronize()
         one = float(self.gathered([time.perf_counter() - before]).max())
         count = max(3, min(MOST_CALLS, int(self.seconds / one)))
-        dist.barrier()
-        self.synchronize()
+        wait_for_all()
         marks = [self.mark()]
         for _ in range(count):
             call()
             marks.append(self.mark())
-        self.synchronize()
+        synchronize()
         return self.gathered([a.elapsed_time(b) if self.on_gpu else b - a for a, b in itertools.pairwise(marks)])
 
     def mark(self) -> Any:
@@ -176,13 +183,7 @@ class Ranks:
 
     def host_us(self, call: Callable[[], object]) -> float:
         """Returns the median time until a call returns if the device's queue is empty, of the slowest rank."""
-
-        def wait() -> None:
-            self.synchronize()
-            dist.barrier()
-            self.synchronize()
-
-        return float(self.gathered([host_us(call, 3, wait)]).max())
+        return float(self.gathered([host_us(call, 3, wait_for_all)]).max())
 
 
 class Implementation(NamedTuple):
@@ -203,25 +204,8 @@ def steps_of(call: Call, qkv: Sequence[Tensor], dout: Tensor) -> dict[str, Calla
     return {"forward": forward, "both": lambda: both(call, qkv, dout)}
 
 
-def capture_step(step: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
-    """Captures a call over ranks in a graph, after three calls on another stream; returns the graph and its results."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads keep running
-        results = step()
-    return graph, results
-
-
 def _replaying(step: Callable[[], object]) -> Callable[[], Any]:
-    graph, results = capture_step(step)
+    graph, results = harness.capture(step, wait_for_all)
 
     def replay() -> Any:
         graph.replay()
@@ -296,7 +280,7 @@ class Comparison:
         warm = time.perf_counter() + (WARM_SECONDS if ranks.on_gpu else 0.0)
         while time.perf_counter() < warm:
             both(one, self.whole.qkv, self.whole.dout)
-            ranks.synchronize()
+            synchronize()
         area = distributed.plan(1, **self.whole.plan_arguments).area(0)
         flops = 4 * area * cell.heads * cell.head_dim
         self.row: Row = {"implementation": "one GPU", "ranks": 1, "status": "measured", "scores": area}
@@ -334,7 +318,7 @@ class Comparison:
                 if way.is_captured:
                     steps = {direction: _replaying(step) for direction, step in steps.items()}
                 got = steps["both"]()
-                ranks.synchronize()
+                synchronize()
             except Exception as e:  # a refusal is a row of the table
                 reason = reason_of(e)
             if ranks.said_by_any(bool(reason)):

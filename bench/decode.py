@@ -60,15 +60,8 @@ class Captured(NamedTuple):
 
 
 def captured(call: Call) -> Captured:
-    """Captures the call in a CUDA graph, after three calls that compile kernels and fill caches."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    """Returns the call in a CUDA graph."""
+    graph, out = harness.capture(call)
     return Captured(graph, call, out[0] if isinstance(out, tuple) else out, getattr(call, "spoil", int))
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn import distributed
-from flexattn.bench.context_parallel import capture_step
+from flexattn.bench import harness
+from flexattn.bench.context_parallel import wait_for_all
 from flexattn.distributed import capture
 from tests.support import context_parallel_calls as calls
 from tests.support.ranks import CAPTURED_PARTS
@@ -149,7 +150,7 @@ def _replay(problem: calls.Problem, dtype: torch.dtype, way: str) -> None:
         return (out, lse, largest, *torch.autograd.grad(loss, wanted))
 
     for step in (forward, both):
-        graph, got = capture_step(step)
+        graph, got = harness.capture(step, wait_for_all)
         for seed in range(2):
             generator = torch.Generator(calls.DEVICE).manual_seed(seed + dist.get_rank())
             with torch.no_grad():
