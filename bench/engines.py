@@ -4,10 +4,9 @@
 
 Each cell is a layer of one step: new keys and values are appended to a paged cache, and queries attend to it. The engine's class
 makes the metadata of the layer, which is captured in a CUDA graph and replayed, as engines do. `flexattn` is `append_kv` and
-`attention` over pools of keys and of values, and a page table of the step's longest sequence. `flexattn, vLLM's memory` is the same
-over vLLM's memory: keys and values in one cache, and a page table for `MODEL_LEN` tokens. `heads first` is its layout LBHNC in
-place of its default, LBNHC. SGLang appends by its own operator. For latent attention (MLA) vLLM does too, so nothing is appended in
-these cells; vLLM's memory has q in two parts.
+`attention` over pools of keys and of values, and a page table of the step's longest sequence. vLLM has one cache for both, and a
+page table for `MODEL_LEN` tokens. SGLang appends by its own operator. For latent attention (MLA) vLLM does too, so nothing is
+appended in these cells.
 
 Checks and times are those of `flexattn.bench.decode`. The places of new rows hold NaN before each check. The time to make the
 metadata of a step is measured on the host. Needs a GPU. If an engine is missing, its rows have the reason.
@@ -100,18 +99,6 @@ class Work:
         return (rows.float() * self.descales[descale][:, None]).to(self.step.q.dtype) if descale in self.descales else rows
 
     @functools.cached_property
-    def cache(self) -> Tensor:
-        """vLLM's cache [pages, h_kv, page_size, 2 d], of which a token's rows are one piece of memory (NHD, its default)."""
-        k, v = (pool.view(torch.uint8) for pool in self.step[1:3])
-        return torch.cat((k, v), -1).view(self.step.k.dtype).transpose(1, 2)
-
-    @functools.cached_property
-    def q_parts(self) -> tuple[Tensor, Tensor]:
-        """The latent and the rotary part of q, as vLLM's layer has them."""
-        latent, rotary = (part.contiguous() for part in torch.split(self.q, [LATENT, self.cell.head_dim - LATENT], -1))
-        return latent, rotary
-
-    @functools.cached_property
     def wide_table(self) -> Tensor:
         """The page table with the columns of a sequence of `MODEL_LEN` tokens."""
         table: Tensor = self.step.where["page_table"]
@@ -119,11 +106,11 @@ class Work:
         wide[:, : table.shape[1]] = table.where(table != GARBAGE, 0)
         return wide
 
-    def ours(self, pages_k: Tensor, pages_v: Tensor, **where: Any) -> LayerCall:
-        """Returns flexattn's own calls over pages [pages, page_size, h_kv, d]."""
+    def ours(self) -> LayerCall:
+        """Returns flexattn's own calls."""
         from flexattn import append_kv, attention
 
-        where = self.step.where | where
+        (pages_k, pages_v), where = self.step[1:3], self.step.where
         append_where = {name: where[name] for name in ("qkv_format", "page_table", "cu_seqlens_q")} | self.descales
 
         def run() -> Any:
@@ -138,22 +125,13 @@ class Work:
         for pool in pools if self.new else ():
             self.places.spoil(pool)
 
-    def ours_in_vllm_memory(self) -> LayerCall:
-        if self.cell.is_latent:
-            from flexattn import attention
-
-            where = self.step.where | {"page_table": self.wide_table}
-            return LayerCall(lambda: attention(torch.cat(self.q_parts, -1), self.step.k, self.step.v, **where), int)
-        pages_k, pages_v = self.cache.transpose(1, 2).chunk(2, -1)
-        return self.ours(pages_k, pages_v, page_table=self.wide_table)
-
-    def vllm(self, is_heads_first: bool = False) -> LayerCall:
-        """Returns the call of vLLM's layer. is_heads_first: a head's rows of a page are one piece of memory (HND)."""
+    def vllm(self) -> LayerCall:
+        """Returns the call of vLLM's layer."""
         try:
             import flexattn.integrations.vllm  # noqa: F401 (raises if vLLM is missing)
         except ImportError as error:
             raise Unavailable(str(error)) from error
-        return self._vllm_latent() if self.cell.is_latent else self._vllm(self.cache.contiguous() if is_heads_first else self.cache)
+        return self._vllm_latent() if self.cell.is_latent else self._vllm()
 
     def common_metadata(self) -> Any:
         """Returns vLLM's metadata of the step."""
@@ -198,7 +176,7 @@ class Work:
         builder = FlexattnMetadataBuilder(spec, ["layer"], config, self.q.device)
         return lambda: builder.build(0, x)
 
-    def _vllm(self, cache: Tensor) -> LayerCall:
+    def _vllm(self) -> LayerCall:
         from flexattn.integrations.vllm import FlexattnImpl
 
         cell = self.cell
@@ -212,11 +190,13 @@ class Work:
             sinks=self.step.where.get("softmax_offset"),
         )
         layer = SimpleNamespace(**{f"_{name[-1]}_scale": scale for name, scale in self.descales.items()})
+        pools = [pool.view(torch.uint8) for pool in self.step[1:3]]
+        cache = torch.cat(pools, -1).view(self.step.k.dtype).transpose(1, 2)  # a token's rows are one piece of memory
         kv_cache = cache.view(torch.uint8) if cell.is_fp8 else cache
         build, output = self.build(), torch.empty_like(self.step.q)
         metadata, (k, v) = build(), self.new
-        pools = cache.transpose(1, 2).chunk(2, -1)
-        return LayerCall(lambda: impl.forward(layer, self.q, k, v, kv_cache, metadata, output), lambda: self.spoil(*pools), build)
+        parts = cache.transpose(1, 2).chunk(2, -1)
+        return LayerCall(lambda: impl.forward(layer, self.q, k, v, kv_cache, metadata, output), lambda: self.spoil(*parts), build)
 
     def _vllm_latent(self) -> LayerCall:
         from vllm.config import VllmConfig, set_current_vllm_config
@@ -232,7 +212,9 @@ class Work:
             impl = FlexattnMlaImpl(**options, scale=self.cell.head_dim**-0.5, kv_cache_dtype="auto", attn_type="decoder")
         build, cache = self.build(), self.step.k[:, :, 0]
         metadata = build()
-        return LayerCall(lambda: impl.forward_mqa(self.q_parts, cache, metadata, SimpleNamespace())[0], int, build)
+        latent, rotary = torch.split(self.q, [LATENT, self.cell.head_dim - LATENT], -1)
+        q = latent.contiguous(), rotary.contiguous()
+        return LayerCall(lambda: impl.forward_mqa(q, cache, metadata, SimpleNamespace())[0], int, build)
 
 
 @functools.cache
@@ -358,14 +340,7 @@ def sglang_layer(work: Work) -> LayerCall:
 
 def implementations(work: Work) -> dict[str, Callable[[], LayerCall]]:
     """Returns functions that prepare a call of the layer, by name. An engine's raises Unavailable if it cannot run the cell."""
-    made: dict[str, Callable[[], LayerCall]] = {
-        OURS: lambda: work.ours(work.step.k, work.step.v),
-        "flexattn, vLLM's memory": work.ours_in_vllm_memory,
-        VLLM: work.vllm,
-    }
-    if not work.cell.is_latent:
-        made[f"{VLLM}, heads first"] = lambda: work.vllm(is_heads_first=True)
-    return made | {SGLANG: lambda: sglang_layer(work)}
+    return {OURS: work.ours, VLLM: work.vllm, SGLANG: lambda: sglang_layer(work)}
 
 
 def measure(cell: Cell, is_timed: bool = True) -> list[Row]:

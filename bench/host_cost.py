@@ -102,8 +102,6 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
     for direction, timed in _calls(attends, tensors, dout).items():
         for name, samples in _times(timed, rounds).items():
             yield {"call": kind, "direction": direction, "implementation": name, **quartiles(samples)}
-    if has_gpu and kind == "bshd":
-        yield from _frontend(rounds)
 
 
 def implementations(kind: str, others: dict[str, object], has_gpu: bool, has_flex: bool) -> dict[str, Callable[..., Tensor]]:
@@ -184,24 +182,6 @@ def _times(timed: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
 
     in_turns(timed, WARM_UPS, turn)
     return in_turns(timed, rounds, turn)
-
-
-def _frontend(rounds: int) -> Iterator[Row]:
-    """Yields rows of cuDNN's Python frontend: it executes an existing graph with allocated memory."""
-    from flexattn.bench.cudnn_frontend import CUDNN_FRONTEND, prepare_cudnn
-    from flexattn.bench.implementations import Unavailable
-    from flexattn.bench.inputs import make_tensors
-    from flexattn.bench.shapes import Workload
-
-    workload = Workload("host", "host", (128, 128), (128, 128), HEADS, HEADS, HEAD_DIM, HEAD_DIM, "causal")
-    for direction in ("forward", "both"):
-        try:
-            prepared = prepare_cudnn(workload, make_tensors(workload, "cuda"), direction)
-        except Unavailable as e:
-            print(f"{CUDNN_FRONTEND}: {e}")
-            return
-        samples = _times({CUDNN_FRONTEND: prepared.timed}, rounds)[CUDNN_FRONTEND]
-        yield {"call": "bshd", "direction": direction, "implementation": CUDNN_FRONTEND, **quartiles(samples)}
 
 
 def stages(has_gpu: bool) -> dict[str, float]:

@@ -43,7 +43,7 @@ def test_a_replay_that_appends_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch)
     cell = SMALL["decode"]
     paged, dense = decode_cells.make_steps(cell, "cpu")
     work, wanted = engines.Work(cell, paged), decode_cells.exact(dense, cell)
-    call = work.ours(paged.k, paged.v)
+    call = work.ours()
     out = call()
 
     def attend() -> None:
