@@ -12,8 +12,8 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from flexattn.bench.record import Record, Row
-from flexattn.bench.shapes import PUBLISHED, title_of
-from flexattn.bench.tables import AUTO, name_of, panel, sweep_panels
+from flexattn.bench.shapes import title_of
+from flexattn.bench.tables import AUTO, groups, name_of, panel, sweep_panels
 
 COLOURS = {
     AUTO: "#d62728",
@@ -198,19 +198,17 @@ def figures(record: Record) -> Iterator[tuple[str, str]]:
         if any(p.lines for p in panels):
             title = f"{direction.capitalize()} on {device}: TFLOP/s by sequence length, 16,384 tokens in all"
             yield f"sweep_{direction}", line_chart(title, panels, "sequence length, tokens", "TFLOP/s")
-        for group in dict.fromkeys(w.group for w in record.workloads.values()):
-            names = [w.name for w in record.workloads.values() if w.group == group]
-            if group in ("scaling", "memory"):
-                if lines := _lines(record, names, direction, lambda row: row.peak_mib):
-                    title = f"Peak memory of a call by sequence length on {device}"
-                    call = "Forward and backward" if direction == "both" else direction.capitalize()
-                    panels = [Panel(f"{call}, one sequence", lines)]
-                    yield f"{group}_{direction}", line_chart(title, panels, "sequence length, tokens", "MiB", log_y=True)
-            elif group not in ("sweep", PUBLISHED):
-                panels = [Panel(title_of(record.workloads[name]), bars=_bars(record.of(name, direction))) for name in names]
-                if panels := [p for p in panels if p.bars]:
-                    title = f"{direction.capitalize()} on {device}: TFLOP/s, longer is faster"
-                    yield f"{group}_{direction}", bar_chart(title, panels, "TFLOP/s")
+    for group in groups(record):
+        name, title = f"{group.name}_{group.direction}", group.direction.capitalize()
+        if group.name != "sweep" and group.differ_in_length:
+            if lines := _lines(record, list(group.columns), group.direction, lambda row: row.peak_mib):
+                panels = [Panel(f"{'Forward and backward' if group.direction == 'both' else title}, one sequence", lines)]
+                title = f"Peak memory of a call by sequence length on {device}"
+                yield name, line_chart(title, panels, "sequence length, tokens", "MiB", log_y=True)
+        elif group.name != "sweep":
+            bars = {w: _bars(record.of(w, group.direction)) for w in group.columns}
+            if panels := [Panel(title_of(record.workloads[w]), bars=own) for w, own in bars.items() if own]:
+                yield name, bar_chart(f"{title} on {device}: TFLOP/s, longer is faster", panels, "TFLOP/s")
 
 
 def _lines(

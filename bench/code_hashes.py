@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flexattn.bench import record
 from flexattn.bench.environment import environment
-from flexattn.bench.record import versions
 from flexattn.build_ahead import recorded
 from flexattn.cli import Parser, program
 from flexattn.cli import explain as question
@@ -192,16 +192,8 @@ def summary(compared: int, found: Sequence[Difference]) -> str:
     return ", ".join([f"{compared} kernels", f"{len(found)} differ", *(f"{n} {kind}" for kind, n in counts.most_common())])
 
 
-def write(path: Path, found: Mapping[str, Code]) -> None:
-    """Writes hashes with the versions that made them, a kernel a line."""
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(list(code))}" for name, code in found.items())
-    facts = {"versions": versions(), "fields": Code._fields}
-    top = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items())
-    path.write_text(f'{{\n{top},\n "hashes": {{\n{lines}\n }}\n}}\n')
-
-
 def read(path: Path) -> dict[str, Code]:
-    """Returns the hashes in a file that `write` wrote; raises ValueError for another one."""
+    """Returns the hashes in a file of --out; raises ValueError for another one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if tuple(content["fields"]) != Code._fields:
@@ -240,7 +232,7 @@ def main(argv: list[str]) -> int:
     if not found:
         parser.error(f"--only is {args.only!r}, which no case has in its name; --list lists them")
     if args.out:
-        write(args.out, found)
+        record.replace(args.out, {"versions": record.versions(), "fields": Code._fields, "hashes": found})
     if before is not None:
         before = {name: code for name, code in before.items() if args.only in name}
         changed = differences(before, found)

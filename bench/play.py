@@ -21,7 +21,15 @@ import flexattn
 from flexattn.bench import compiled, counts, record
 from flexattn.bench.check import Checker, Error
 from flexattn.bench.emulated import KERNELS as EMULATED
-from flexattn.bench.implementations import KERNELS, TRITON, Implementation, committed_launchers, committed_tile, with_launchers
+from flexattn.bench.implementations import (
+    KERNELS,
+    TRITON,
+    Implementation,
+    capability_of,
+    committed_launchers,
+    committed_tile,
+    with_launchers,
+)
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
 from flexattn.bench.peers import peers
@@ -176,7 +184,8 @@ def _check_shapes(subjects: Sequence[Subject], is_sweep: bool) -> None:
 
 
 def _subject(args: argparse.Namespace, workload: Workload) -> Subject:
-    arch = args.arch or _own_arch() or DEFAULT_ARCH
+    known = [sm for sm in compiled.MATRIX_INSTRUCTION if sm <= capability_of("cuda")]
+    arch = args.arch or max(known, default=DEFAULT_ARCH)
     if arch not in compiled.MATRIX_INSTRUCTION:
         raise ValueError(f"--arch is {arch}; accepted: {', '.join(map(str, compiled.MATRIX_INSTRUCTION))}")
     committed = committed_tile(args.kernel, workload, arch)
@@ -189,14 +198,6 @@ def _subject(args: argparse.Namespace, workload: Workload) -> Subject:
         tile = with_options(committed, options | {"apart": args.apart})
     launchers = launchers_of(args.kernel, args.kernel_file, {args.kernel: tile})
     return Subject(args.kernel, workload, launchers, tile, committed, arch)
-
-
-def _own_arch() -> int | None:
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    known = [sm for sm in compiled.MATRIX_INSTRUCTION if sm <= 10 * major + minor]
-    return max(known) if known else None
 
 
 def play(subject: Subject, args: argparse.Namespace, command: str, compiler: compiled.Compiler | None = None) -> int:

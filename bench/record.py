@@ -170,7 +170,7 @@ def _json(content: Content) -> str:
     """Returns JSON with one line for each workload and row, so that the diff of a change is short."""
     parts = []
     for key, value in content.items():
-        if key == "workloads":
+        if isinstance(value, Mapping) and value and all(isinstance(item, (Mapping, list, tuple)) for item in value.values()):
             lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(w)}" for name, w in value.items())
             parts.append(f' "{key}": {{\n{lines}\n }}')
         elif isinstance(value, (list, tuple)) and value:

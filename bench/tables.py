@@ -57,7 +57,7 @@ class Group(NamedTuple):
 def tables(record: Record, with_share: bool = False) -> list[Table]:
     """Returns the TFLOP/s of each group, the host's times of small calls, and the memory of calls that differ in length."""
     found = []
-    for group in _groups(record):
+    for group in groups(record):
         kinds: list[tuple[str, Callable[[Row], str], Callable[[Row], bool]]] = []
         if group.name != "memory":
             kinds.append(("", lambda r: figure(r, with_share), lambda r: r.status != "refused"))
@@ -75,7 +75,7 @@ def tables(record: Record, with_share: bool = False) -> list[Table]:
 MEMORY_PANEL = 128, "causal"  # the part of the sweep with a memory table; its tokens are fixed
 
 
-def _groups(record: Record) -> list[Group]:
+def groups(record: Record) -> list[Group]:
     """Returns the parts of the sweep, then the other groups, without the shapes of published models."""
     found = []
     for direction, head_dim, mask in sweep_panels(record):
