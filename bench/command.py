@@ -53,7 +53,6 @@ def make_parser() -> Parser:
     what.add_argument(
         "--shapes", nargs="+", metavar="NAME", help="shapes by name or pattern, as 'sweep-d64-*', instead of a preset"
     )
-    what.add_argument("--quick", action="store_true", help="the default preset, and fewer calls")
     what.add_argument(
         "--seqlens", type=int, nargs="+", metavar="S", help="of the chosen shapes, those whose longest sequence is one of these"
     )
@@ -81,7 +80,7 @@ def make_parser() -> Parser:
     how = parser.add_argument_group("how")
     parser.add_target()
     how.add_argument("--check", action="store_true", help="only check the results, and time nothing")
-    how.add_argument("--budget-ms", type=float, help="device time for each implementation in each cell (default: 100; quick: 30)")
+    how.add_argument("--budget-ms", type=float, help="device time for each implementation in each cell (default: 100)")
     how.add_argument(
         "--budget-s", type=float, default=float("inf"), help="for the whole run; what does not fit is recorded as left out"
     )
@@ -163,7 +162,7 @@ def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> Plan:
         directions=[d for d in DIRECTIONS if d in args.directions],
         implementations=_implementations(args, device, workloads),
         device=device,
-        budget_ms=args.budget_ms or (30.0 if args.quick else BUDGET_MS[device]),
+        budget_ms=args.budget_ms or BUDGET_MS[device],
         budget_s=args.budget_s,
         only_check=args.check,
         out=args.out,

@@ -237,8 +237,6 @@ def windowed(head_dim: int) -> Workload:
     return sweep(head_dim, "causal", 4096, OLDER)._replace(name=f"older-d{head_dim}-window-s4096", window_size=(1023, 0))
 
 
-SCALING_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-
 WORKLOADS: dict[str, Workload] = {
     w.name: w
     for w in (
@@ -273,8 +271,6 @@ WORKLOADS: dict[str, Workload] = {
         *map(windowed, SWEEP_HEAD_DIMS),
         # The slowest last, so that a run whose time is spent has all others.
         *sorted(map(published, SHAPES), key=scores_of),
-        # A fixed number of tokens: work grows with s, and memory should not grow.
-        *(dense(f"scaling-s{s}", "scaling", 131072 // s, s, (8, 8), (64, 64), **CAUSAL) for s in SCALING_SEQLENS),
     )
 }
 
@@ -338,7 +334,6 @@ PRESETS: dict[str, tuple[str, ...]] = {
         *("llama3-8b-*", "ragged-documents", "ragged-log-normal", "score-*"),
         *("sweep-*-s16384", "sweep-*-s512", "older-*", "decode-*"),
     ),
-    "scaling": ("scaling-*",),
     "all": ("*",),
 }
 

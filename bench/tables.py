@@ -86,9 +86,8 @@ def groups(record: Record) -> list[Group]:
         for direction in dict.fromkeys(d for _, d in record.cells()):
             workloads = [w for w in record.workloads.values() if w.group == name and record.of(w.name, direction)]
             if workloads and name not in ("sweep", PUBLISHED):
-                differ = name in ("scaling", "memory")
-                columns = {w.name: str(w.seqlen_q) if differ else w.name for w in workloads}
-                found.append(Group(name, f"{direction}, {name}", direction, columns, differ))
+                columns = {w.name: str(w.seqlen_q) if name == "memory" else w.name for w in workloads}
+                found.append(Group(name, f"{direction}, {name}", direction, columns, name == "memory"))
     return found
 
 

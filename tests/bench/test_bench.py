@@ -154,10 +154,9 @@ def test_every_workload_is_one() -> None:
         small = w.shortened(40)
         assert small.seqlen_q <= 40
         assert (small.head_dim_qk, small.attn_mask_type, small.score) == (w.head_dim_qk, w.attn_mask_type, w.score)
-    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling", "odd", "older", "published"} == {
+    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "odd", "older", "published"} == {
         w.group for w in WORKLOADS.values()
     }
-    assert len({sum(w.lengths_q) for w in select(["scaling"])}) == 1
 
 
 def test_log_normal_lengths_are_the_same_everywhere() -> None:
@@ -174,7 +173,7 @@ def test_log_normal_lengths_are_the_same_everywhere() -> None:
 def test_shapes_are_chosen_by_name_pattern_and_preset() -> None:
     assert [w.name for w in select(["long-128k", "small-*"])] == ["long-128k", "small-s128", "small-s256", "small-s512"]
     assert {w.name for w in select(["standard"])} == {
-        w.name for w in WORKLOADS.values() if w.group not in ("scaling", "odd", "older", "published")
+        w.name for w in WORKLOADS.values() if w.group not in ("odd", "older", "published")
     }
     assert all(select([preset]) for preset in PRESETS)
     with pytest.raises(ValueError, match=r"no workload is called 'llama'; accepted: .*presets tiny, quick"):
@@ -640,7 +639,7 @@ def test_the_verdict_names_every_cell_that_is_lost() -> None:
 
 
 def test_memory_and_host_times_have_tables_where_they_matter() -> None:
-    shapes = select(["scaling-s512", "scaling-s1024", "small-s128"])
+    shapes = [w._replace(group="memory") for w in select(["small-s256", "small-s512"])] + select(["small-s128"])
     peaks = {"flexattn triton": (64.0, 64.0), "SDPA math": (128.0, None)}
     rows = [
         row(name, 1.0, peak_mib=peak)._replace(workload=w.name)
@@ -649,11 +648,11 @@ def test_memory_and_host_times_have_tables_where_they_matter() -> None:
     ]
     found = {t.title: t for t in tables(recorded(rows)._replace(workloads={w.name: w for w in shapes}))}
     assert set(found) == {
-        *("forward, scaling", "forward, scaling: peak MiB of a call", "forward, small"),
+        *("forward, memory: peak MiB of a call", "forward, small"),
         "forward, small: host us to enqueue a call, median (99th percentile)",
     }
-    memory, host = found["forward, scaling: peak MiB of a call"], list(found.values())[-1]
-    assert memory.columns == ["512", "1024"]
+    memory, host = found["forward, memory: peak MiB of a call"], list(found.values())[-1]
+    assert memory.columns == ["256", "512"]
     assert memory.rows == [("flexattn triton", ["64", "64"]), ("SDPA math", ["128", "measured"])]
     assert (host.columns, host.rows[0]) == (["small-s128"], ("flexattn triton", ["9 (12)"]))
 
