@@ -19,7 +19,7 @@ import torch
 
 import flexattn
 from flexattn.bench import compiled, counts, record
-from flexattn.bench.check import Checker, Error
+from flexattn.bench.check import Error
 from flexattn.bench.emulated import KERNELS as EMULATED
 from flexattn.bench.implementations import (
     KERNELS,
@@ -30,11 +30,9 @@ from flexattn.bench.implementations import (
     committed_tile,
     with_launchers,
 )
-from flexattn.bench.inputs import make_tensors
-from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
 from flexattn.bench.peers import peers
-from flexattn.bench.record import Ceilings, Record, Row
-from flexattn.bench.run import Plan, line
+from flexattn.bench.record import Ceilings, Row
+from flexattn.bench.run import Plan
 from flexattn.bench.run import run as bench
 from flexattn.bench.shapes import Workload, select
 from flexattn.bench.subject import NEEDED, PASSED, REFUSED, WRONG, Subject, alone, check, launchers_of, small_enough
@@ -289,18 +287,14 @@ def time_beside(subject: Subject, args: argparse.Namespace, command: str) -> int
     """Times the kernel and its whole call, the committed ones, and the peers. CUDA only."""
     kernel, workload, _, _, committed, _ = subject
     direction, _ = KERNELS[kernel]
-    tensors = make_tensors(workload, "cuda")
-    checker = Checker(workload, tensors)
-    timer = functools.partial(time_on_device, budget_ms=args.budget_ms)
-    ceilings = measure_ceilings(timer, "cuda")
     library = subject._replace(launchers=committed_launchers({kernel: committed}), tile=committed)
     kernels = [alone(subject, subject.label + " (this)"), alone(library, library.label + " committed")]
-    work = counts.kernel_work(workload, kernel)
-    kernel_rows = measure(workload, direction, kernels, tensors, checker, work, ceilings, timer)
+    plan = Plan(command, [workload], [direction], kernels, "cuda", args.budget_ms, float("inf"), kernel=kernel)
     print(f"\nThe kernel alone ({counts.KERNEL_FLOPS}):")
-    print("\n".join(map(line, kernel_rows)))
-    print(roofline_text(subject, ceilings))
-    mine = kernel_rows[0]
+    by_itself = bench(plan)
+    assert by_itself.ceilings is not None
+    print(roofline_text(subject, Ceilings(**by_itself.ceilings)))
+    mine = by_itself.rows[0]
     if mine.roofline_share is not None:
         print(f"this kernel: {mine.tflops:.0f} TFLOP/s, {mine.roofline_share:.0%} of what the roofline allows")
 
@@ -309,14 +303,13 @@ def time_beside(subject: Subject, args: argparse.Namespace, command: str) -> int
 
     wanted = [p for p in peers() if any(fnmatch.fnmatch(p.name, pattern) for pattern in args.peers)]
     everyone = [whole(subject, "this"), whole(library, TRITON), *wanted]
-    rows = measure(workload, direction, everyone, tensors, checker, counts.work(workload, direction), ceilings, timer)
     print(f"\nThe whole {direction} ({counts.FLOPS}):")
-    print("\n".join(map(line, rows)))
-    print(standing(kernel_rows, rows))
+    done = bench(plan._replace(implementations=everyone, kernel=""))
+    print(standing(by_itself.rows, done.rows))
     if args.out is not None:
-        method = {"time": MEASURES["cuda"], "host": HOST, "flops": counts.FLOPS, "kernel_flops": counts.KERNEL_FLOPS}
-        record.write(args.out, Record(**record.facts(command, ceilings, method, [workload]), rows=[*kernel_rows, *rows]))
-    return PASSED if rows[0].us is not None else WRONG
+        method = {**done.method, "kernel_flops": counts.KERNEL_FLOPS}
+        record.write(args.out, done._replace(method=method, rows=[*by_itself.rows, *done.rows]))
+    return PASSED if done.rows[0].us is not None else WRONG
 
 
 def prune(subject: Subject, tiles: Sequence[Tile]) -> dict[Tile, list[str]]:

@@ -52,6 +52,25 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
             del sys.modules[name]
 
 
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what a run times, with the interpreter in the GPU's place."""
+    timed: list[str] = []
+
+    def timer(calls: Any, budget_ms: float) -> dict[str, Samples]:
+        for call in calls.values():
+            call()
+        timed.extend(calls)
+        return {name: Samples([1.0 + n, 1.1 + n], [0.1, 0.1]) for n, name in enumerate(calls)}
+
+    monkeypatch.setattr(run, "time_on_device", timer)
+    monkeypatch.setattr(run, "measure_ceilings", lambda *_: Ceilings(700.0, 8192, "bfloat16", 4000.0, 2**30))
+    monkeypatch.setattr(run, "make_tensors", lambda workload, _: make_tensors(workload, "cpu"))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    return timed
+
+
 @pytest.mark.slow
 def test_a_tile_is_checked_and_compiled_beside_the_committed_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["forward", "--shape", SHAPE, "--block-m", "32", "--num-stages", "2", "--arch", "80"]
@@ -82,7 +101,7 @@ def test_a_wrong_kernel_is_never_timed(
 
 @pytest.mark.slow
 def test_a_wrong_tile_in_a_sweep_is_never_timed(
-    own_file: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_file: Callable[[str, str], Path], timed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The measuring half of a sweep, with the interpreter in the GPU's place: a kernel is wrong if blocks have 64 keys."""
     path = own_file("kernel_of_32", FORWARD.replace(RESCALED, "v0, (acc0 * correction[:, None] if META.BLOCK_N == 32 else acc0)"))
@@ -90,19 +109,6 @@ def test_a_wrong_tile_in_a_sweep_is_never_timed(
     tiles = [Tile(32, 32, 4, 1), Tile(32, 64, 4, 1)]
     launchers = play.launchers_of("forward", path, {})
     subject = play.Subject("forward", small, launchers, tiles[0], committed_tile("forward", small, 0), 90)
-    timed: list[str] = []
-
-    def timer(calls: Any, budget_ms: float) -> dict[str, Samples]:
-        for call in calls.values():
-            call()
-        timed.extend(calls)
-        return {name: Samples([1.0 + n, 1.1 + n], [0.1, 0.1]) for n, name in enumerate(calls)}
-
-    monkeypatch.setattr(run, "time_on_device", timer)
-    monkeypatch.setattr(run, "measure_ceilings", lambda *_: Ceilings(700.0, 8192, "bfloat16", 4000.0, 2**30))
-    monkeypatch.setattr(run, "make_tensors", lambda workload, _: make_tensors(workload, "cpu"))
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
     out = tmp_path / "tiles.json"
     assert play._time_tiles([subject], tiles, 1.0, out, "python -m flexattn play forward --sweep") == play.WRONG
     assert timed == ["forward 32x32x4x1 committed", "forward 32x32x4x1"]
@@ -113,6 +119,26 @@ def test_a_wrong_tile_in_a_sweep_is_never_timed(
         "forward 32x64x4x1": "wrong",
     }
     assert "kernels_triton/common/tiles.py:" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_kernel_is_timed_beside_the_committed_one_and_peers(
+    timed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = WORKLOADS[SHAPE].shortened(131)
+    tile, committed = Tile(32, 32, 4, 1), Tile(32, 64, 4, 1)
+    launchers = play.launchers_of("forward", None, {"forward": tile})
+    subject = play.Subject("forward", small, launchers, tile, committed, 90)
+    out = tmp_path / "played.json"
+    args = play.make_parser().parse_args(["forward", "--peers", "SDPA math", "--out", str(out)])
+    assert play.time_beside(subject, args, "python -m flexattn play forward") == play.PASSED
+    assert timed == ["forward 32x32x4x1 (this)", "forward 32x64x4x1 committed", "this", "flexattn triton", "SDPA math"]
+    said = capsys.readouterr().out
+    assert "The kernel takes 0.512 of the committed one's time." in said
+    assert "The whole call takes 0.344 of the time of the best peer, SDPA math." in said
+    found = record.read(out)
+    assert [row.implementation for row in found.rows] == timed
+    assert {"flops", "kernel_flops"} <= set(found.method)
 
 
 def test_what_does_not_run_says_why(own_file: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
