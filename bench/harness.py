@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexattn.bench import record
 from flexattn.bench.measure import quartiles, time_on_device
-from flexattn.cli import Parser
+from flexattn.cli import Parser, program
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -28,9 +28,9 @@ Call = Callable[[], Any]
 WORST = 2.0**-6  # the largest `distance` of a right result: several times the rounding of bf16, far below a wrong result
 
 
-def make_parser(method: str | None, only: str = "") -> Parser:
+def make_parser(method: str | None, only: str = "", prog: str | None = None) -> Parser:
     """Returns a parser with --out, described by the first line of a program's docstring. only: the help of --only, see `chosen`."""
-    parser = Parser(description=method.splitlines()[0] if method else None)
+    parser = Parser(prog=prog, description=method.splitlines()[0] if method else None)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the result here, after every row")
     if only:
         parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help=only)
@@ -104,10 +104,13 @@ class Program(Generic[T]):
     add_options: Callable[[Parser], object] = lambda parser: None
     facts: Callable[[], Mapping[str, Any]] = dict
     fails: str | None = None
+    needs_gpu: bool = True
 
     def run(self, argv: Sequence[str] | None = None) -> int:
         """Measures the cases that the options name. Returns the exit status."""
-        parser = make_parser(self.method, only="measure cases whose name matches a pattern, in the order of the patterns")
+        _, is_command, command = self.module.partition(" ")
+        prog = program(command) if is_command else None
+        parser = make_parser(self.method, "measure cases whose name matches a pattern, in the order of the patterns", prog)
         parser.add_argument("--list", action="store_true", help="print the names of the cases, and measure nothing")
         parser.add_target()
         self.add_options(parser)
@@ -116,7 +119,8 @@ class Program(Generic[T]):
         if options.list:
             print("\n".join(cases))
             return 0
-        need_gpu(parser)
+        if self.needs_gpu:
+            need_gpu(parser)
         parser.imitate(options.target)
         run = Run(self.module, self.method, options.out, argv, **self.facts())
         for name, case in cases.items():

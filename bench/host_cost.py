@@ -4,9 +4,9 @@
     python -m flexattn host_cost --out bench/results/host_cost.json
 
 The problems are so small that the GPU waits for the host, so the time between two calls is the host's. Each figure is the median
-over rounds of calls. The implementations alternate, and each round begins after the device is idle. Results are checked against the
-reference before anything is timed. If there is no GPU, a driver that does nothing replaces CUDA's (`stub_driver`). The figures are
-then the Python of a call, and the only peer is SDPA, on the CPU with almost nothing to compute.
+over rounds of calls, in microseconds. The implementations alternate, and each round begins after the device is idle. Results are
+checked against the reference before anything is timed. If there is no GPU, a driver that does nothing replaces CUDA's
+(`stub_driver`). The figures are then the Python of a call, and the only peer is SDPA, on the CPU with almost nothing to compute.
 """
 
 from __future__ import annotations
@@ -14,69 +14,50 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexattn.bench import record
-from flexattn.bench.harness import Call, Row, Run
+from flexattn.bench.harness import Call, Program, Row
 from flexattn.bench.measure import in_turns, quartiles
-from flexattn.cli import Parser, program
+from flexattn.cli import Parser
 
 HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
 KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed")
+PARTS = "parts of a bshd forward without gradients"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=program("host_cost"), description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: all")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
-    parser.add_argument("--no-flex", action="store_true", help="do not measure FlexAttention, which torch.compile compiles slowly")
-    args = parser.parse_args(argv)
-    has_gpu = torch.cuda.is_available()
-    if not has_gpu:
-        from flexattn.bench import stub_driver
+@functools.cache
+def has_gpu() -> bool:
+    """Returns whether there is a GPU. If there is none, a driver that does nothing takes the place of CUDA's."""
+    if torch.cuda.is_available():
+        return True
+    from flexattn.bench import stub_driver
 
-        if stub_driver.compiler() is None:
-            parser.exit(1, "no C compiler (gcc, cc) for a driver that does nothing, and no GPU; install a compiler\n")
-        stub_driver.install()
-    from flexattn.dispatch.describe import versions
-
-    name = record.device_facts()["name"]
-    device = name if has_gpu else f"no GPU, a driver that does nothing; {name}"
-    print(f"{device}, {versions()}\n{MEASURES}")
-    facts = {"device": device, "python": platform.python_version(), "versions": versions(), "measures": MEASURES}
-    run = Run("flexattn host_cost", __doc__, args.out, argv, **facts)
-    for kind in args.kinds:
-        for row in measure(kind, has_gpu, args.rounds, has_gpu and not args.no_flex):
-            times = f"{row['us']:8.1f}  ({row['us_q1']:.1f} to {row['us_q3']:.1f})"
-            run.add(row, f"{row['call']:12} {row['direction']:9} {row['implementation']:26} {times}")
-    run.content["stages"] = parts = stages(has_gpu)
-    print("\nmicroseconds of the parts of a bshd forward without gradients:")
-    for name, us in parts.items():
-        print(f"{name:60} {us:8.2f}")
-    run.write()
-    return 0
+    if stub_driver.compiler() is None:
+        sys.exit("no C compiler (gcc, cc) for a driver that does nothing, and no GPU; install a compiler")
+    stub_driver.install()
+    return False
 
 
-def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[Row]:
-    """Yields the rows of one kind of call: each implementation that supports it, in each direction."""
+def measure(kind: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Yields the rows of one kind of call: each implementation that supports it, in each direction. PARTS has those of a call."""
     from flexattn import attention, fp8
     from flexattn.testing import check_close, make_call, make_inputs, reference_attention
 
+    if kind == PARTS:
+        yield from ({"implementation": name, "us": us} for name, us in stages().items())
+        return
     fmt = {"bshd padded": "bshd", "thd": "thd"}.get(kind, "bshd")
     lengths = [128, 60] if kind in ("bshd padded", "thd") else [128, 128]
-    device, head_dim = "cuda" if has_gpu else "cpu", 128 if kind == "sm_90" else HEAD_DIM
+    device, head_dim = "cuda" if has_gpu() else "cpu", 128 if kind == "sm_90" else HEAD_DIM
     how: dict[str, Any] = {"num_heads": HEADS, "num_heads_kv": HEADS, "head_dim_qk": head_dim, "head_dim_v": head_dim}
     inputs = make_inputs(fmt, lengths_q=lengths, padding=kind == "bshd padded", dtype=torch.bfloat16, device=device, **how)
     inputs = inputs._replace(cu_seqlens_kv=inputs.cu_seqlens_q)  # self-attention
@@ -90,8 +71,8 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
     if kind.startswith("fp8"):
         recipe = others["fp8_recipe"] = fp8.Recipe(scaling="delayed" if kind == "fp8 delayed" else "current")
         others["fp8_state"] = fp8.DelayedScaling(recipe, HEADS, device=device) if kind == "fp8 delayed" else None
-    attends = implementations(kind, others, has_gpu, has_flex)
-    if has_gpu:
+    attends = implementations(kind, others, has_flex=has_gpu() and not options.no_flex)
+    if has_gpu():
         spec, x = make_call(inputs, attn_mask_type=mask)
         exact, budget = reference_attention(spec, x)[0], reference_attention(spec, x, dtype=spec.dtype)[0]
         if kind.startswith("fp8"):
@@ -100,11 +81,11 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
             if kind != "score_mod":
                 check_close("out", attend(*tensors), exact, budget)
     for direction, timed in _calls(attends, tensors, dout).items():
-        for name, samples in _times(timed, rounds).items():
-            yield {"call": kind, "direction": direction, "implementation": name, **quartiles(samples)}
+        for name, samples in _times(timed, options.rounds).items():
+            yield {"direction": direction, "implementation": name, **quartiles(samples)}
 
 
-def implementations(kind: str, others: dict[str, object], has_gpu: bool, has_flex: bool) -> dict[str, Callable[..., Tensor]]:
+def implementations(kind: str, others: dict[str, object], has_flex: bool) -> dict[str, Callable[..., Tensor]]:
     import flexattn
     from flexattn.dispatch.cudnn_backend import library_error
 
@@ -116,9 +97,9 @@ def implementations(kind: str, others: dict[str, object], has_gpu: bool, has_fle
     attends = {"flexattn triton": ours("triton")}
     if kind.startswith("fp8"):
         return attends
-    if has_gpu and (lacking := library_error()) is None:
+    if has_gpu() and (lacking := library_error()) is None:
         attends["flexattn cudnn"] = ours("cudnn")
-    elif has_gpu and kind == "bshd":
+    elif has_gpu() and kind == "bshd":
         print(f"flexattn cudnn: {lacking}")
     if kind in ("bshd", "score_mod") and has_flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -129,7 +110,7 @@ def implementations(kind: str, others: dict[str, object], has_gpu: bool, has_fle
     if kind == "bshd":
         sdpa = _in_bhsd(scaled_dot_product_attention, is_causal=True)
         # On a CPU the call is so small that computing takes almost no time.
-        attends["SDPA"] = sdpa if has_gpu else lambda *qkv: sdpa(*(t[:1, :1] for t in qkv))
+        attends["SDPA"] = sdpa if has_gpu() else lambda *qkv: sdpa(*(t[:1, :1] for t in qkv))
     return attends
 
 
@@ -184,7 +165,7 @@ def _times(timed: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
     return in_turns(timed, rounds, turn)
 
 
-def stages(has_gpu: bool) -> dict[str, float]:
+def stages() -> dict[str, float]:
     """Returns the microseconds of each part of one call, the least of many rounds. The last entry is another call."""
     import flexattn
     from flexattn import call_cache
@@ -194,7 +175,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     from flexattn.kernels_triton.runtime import launch
 
     os.environ["FLEXATTN_HOPPER"] = "never"
-    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    device = torch.device("cuda", 0) if has_gpu() else torch.device("cpu")
     q, k, v = (torch.zeros(2, 128, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device) for _ in range(3))
 
     def attend() -> Any:
@@ -236,5 +217,27 @@ def stages(has_gpu: bool) -> dict[str, float]:
     return {name: min(us) for name, us in (*_times(found, ROUNDS).items(), *_times(new, ROUNDS).items())}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def line(row: Row) -> str:
+    if row["call"] == PARTS:
+        return f"{row['implementation']:60} {row['us']:8.2f} us"
+    times = f"{row['us']:8.1f} us  ({row['us_q1']:.1f} to {row['us_q3']:.1f})"
+    return f"{row['call']:12} {row['direction']:9} {row['implementation']:26} {times}"
+
+
+def add_options(parser: Parser) -> None:
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
+    parser.add_argument("--no-flex", action="store_true", help="do not measure FlexAttention, which torch.compile compiles slowly")
+
+
+PROGRAM = Program(
+    "flexattn host_cost",
+    __doc__,
+    "call",
+    {kind: kind for kind in (*KINDS, PARTS)},
+    measure,
+    line,
+    add_options=add_options,
+    facts=lambda: {"measures": MEASURES, "has_gpu": torch.cuda.is_available()},
+    needs_gpu=False,
+)
+main = PROGRAM.run
