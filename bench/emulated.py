@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flexattn import ops
 from flexattn.bench.check import Checker
-from flexattn.bench.implementations import Launchers, problem_of, with_launchers
+from flexattn.bench.implementations import Launchers, with_launchers
 from flexattn.bench.inputs import Tensors, arguments_of, make_tensors
 from flexattn.bench.shapes import Workload
-from flexattn.dispatch import eager_backend, quantization
+from flexattn.dispatch import eager_backend, quantization, triton_backend
 from flexattn.dispatch.canary import ROUNDED_WEIGHTS
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.spec import Fp8
@@ -168,7 +168,7 @@ def _prepare_fp8(kernel: str, workload: Workload, tensors: Tensors) -> Prepared:
     descales = tuple(scales)
     spec = spec._replace(dtype=dtype, fp8=Fp8((False, True, False), 0, tensors.q.dtype, dtype, False))
     x = x._replace(q=q, k=k, v=v, descales=descales[:3])
-    problem = dataclasses.replace(problem_of(workload, tensors), q=q, k=k, v=v, descales=descales[:3])
+    problem = triton_backend.to_problem(spec, x)
     exact, eager = reference_attention(spec, x), eager_backend.forward(spec, x)
     out, lse = exact[0].to(tensors.dout.dtype), exact[1].float()
 

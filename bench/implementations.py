@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn.bench.counts import band_of
+from flexattn import ops
 from flexattn.bench.environment import environment
-from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, make_tensors, mask_mod_of, score_mod_of
+from flexattn.bench.inputs import Tensors, arguments_of, bias_of, make_tensors, mask_mod_of, score_mod_of
 from flexattn.bench.shapes import MODS, Workload
 from flexattn.bench.tables import AUTO
+from flexattn.dispatch import triton_backend
+from flexattn.functional import bind_call
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.problem import Problem
@@ -182,29 +184,9 @@ def committed_launchers(tiles: Mapping[str, Tile]) -> Launchers:
 
 
 def problem_of(workload: Workload, tensors: Tensors) -> Problem:
-    """Returns the problem of a dense or packed workload for the launchers."""
-    from flexattn.kernels_triton.common.problem import Problem
-
-    band = band_of(workload)
-    bias = bias_of(tensors, workload)
-    return Problem(
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        softmax_scale=workload.head_dim_qk**-0.5,
-        window_left=band.left,
-        window_right=band.right,
-        bottom_right=band.bottom_right,
-        bias=bias,
-        alibi_slopes=tensors.alibi_slopes,
-        softcap=SOFTCAP if workload.score == "softcap" else 0.0,
-        has_sink=workload.softmax_type != "vanilla",
-        softmax_offset=tensors.softmax_offset,
-        cu_seqlens_q=tensors.cu_seqlens_q,
-        cu_seqlens_kv=tensors.cu_seqlens_kv,
-        max_seqlen_q=workload.seqlen_q if workload.is_ragged else 0,
-        max_seqlen_kv=workload.seqlen_kv if workload.is_ragged else 0,
-    )
+    """Returns the problem that the launchers get from `attention`."""
+    x, settings = bind_call(*tensors[:3], **arguments_of(workload, tensors))
+    return triton_backend.to_problem(ops.spec_to_run(x, settings), x)
 
 
 def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, direction: str) -> Prepared:

@@ -165,6 +165,15 @@ def test_a_wrong_gradient_of_a_bias_is_never_timed(name: str) -> None:
     assert "dbias" in (row.reason or "")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
+@pytest.mark.parametrize("name", ["qwen-image", "alphafold3-triangle-two", "modernbert-window"])
+def test_launchers_get_the_masks_and_biases_of_a_shape(name: str) -> None:
+    shape = named(name).shortened(24, 4)
+    tensors = make_tensors(shape, "cpu")
+    prepared = implementations.with_launchers(implementations.committed_launchers({}), shape, tensors, "forward")
+    Checker(shape, tensors).check("forward", prepared.results())
+
+
 def test_bytes_of_a_bias_count() -> None:
     shape, bare = (named("swin-t-stage1")._replace(score=score) for score in ("dense_bias", ""))
     assert work(shape, "forward").bytes - work(bare, "forward").bytes == 2 * 3 * 49 * 49
