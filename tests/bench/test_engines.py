@@ -55,6 +55,15 @@ def test_a_replay_that_appends_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch)
         assert (error < harness.WORST) == is_right
 
 
+def test_times_are_beside_flexattns_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(cell: decode_cells.Cell, is_timed: bool, functions_of: decode.Functions) -> list[harness.Row]:
+        functions_of(cell, *decode_cells.make_steps(cell, "cpu"))[engines.OURS]()
+        return [{"implementation": name, "status": "measured", "us": us} for name, us in (("flexattn", 2.0), ("vLLM", 3.0))]
+
+    monkeypatch.setattr(decode, "measure", measured)
+    assert [row["time"] for row in engines.measure(SMALL["decode"])] == [1.0, 1.5]
+
+
 @pytest.mark.parametrize("engine", [engines.VLLM, engines.SGLANG])
 def test_a_missing_package_has_a_reason(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = f"flexattn.integrations.{engine.lower()}"

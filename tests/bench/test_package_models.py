@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from flexattn.bench import package_models
+from flexattn.bench import harness, package_models
+from flexattn.bench.measure import Calls, Samples
 from flexattn.bench.package_models import OURS, OWN, SUBJECTS, Sizes
 
 TINY = Sizes(is_tiny=True, device=torch.device("cpu"))
@@ -65,6 +66,25 @@ def test_a_model_that_fails_while_it_is_timed_has_a_reason(monkeypatch: pytest.M
     [row] = package_models.measure(lambda sizes: subject, TINY)
     assert row["status"] == "refused"
     assert "no kernel" in row["reason"]
+
+
+def test_speed_is_that_beside_the_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(calls: Calls, budget_ms: float) -> dict[str, Samples]:
+        for call in calls.values():
+            call()
+        return {name: Samples([float(n)] * 3, []) for n, name in enumerate(calls, 1)}
+
+    monkeypatch.setattr(harness, "time_on_device", timed)
+    models = {name: torch.nn.Linear(2, 2, dtype=torch.bfloat16) for name in (OWN, OURS)}
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    subject = package_models.Subject(dict(models), lambda model: model(x), lambda: torch.zeros(1, 2), "theirs")
+    monkeypatch.setattr(package_models, "error_of", lambda subject: 1.0)
+    rows = list(package_models.measure(lambda sizes: subject, TINY))
+    assert [(row["direction"], row["implementation"], row["speed"]) for row in rows] == [
+        (direction, *one) for direction in ("forward", "step") for one in ((OWN, 1.0), (OURS, 0.5))
+    ]
+    assert {(row["own"], row["status"]) for row in rows} == {("theirs", "measured")}
+    assert "step" in package_models.line({"model": "small", **rows[-1]})
 
 
 def test_a_missing_package_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

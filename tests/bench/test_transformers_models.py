@@ -11,7 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from flexattn.bench import transformers_models
+from flexattn.bench import harness, transformers_models
+from flexattn.bench.measure import Calls, Samples
 from flexattn.integrations.transformers import register
 
 CPU = torch.device("cpu")
@@ -45,6 +46,27 @@ def test_a_step_reaches_every_batch() -> None:
         for name in model.batches:
             transformers_models.step(subject, batches[name])
             assert all(weight.grad is None for weight in subject.parameters())
+
+
+def test_a_wrong_batch_is_a_row_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(calls: Calls, budget_ms: float) -> dict[str, Samples]:
+        return {name: Samples([1.0, 2.0, 3.0], []) for name, call in calls.items() if call() is None}
+
+    monkeypatch.setattr(harness, "time_on_device", timed)
+    monkeypatch.setattr(harness, "free_memory", lambda: None)
+    monkeypatch.setattr(transformers_models, "peak_bytes", lambda call: 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(transformers_models, "TOKENS", 128)
+    model = transformers_models.MODELS["minilm"]._replace(batches=("right-padded", "one sequence"))
+    small = model._replace(large=model.small)
+    off = {"right-padded": 1.0, "one sequence": 3.0}
+    monkeypatch.setattr(transformers_models, "errors", lambda *_: off)
+    right, wrong, refused = transformers_models.measure(small, ["sdpa", "no_such"], CPU)
+    assert (right["status"], right["ms"], right["peak_gib"]) == ("measured", 2.0, 2.0)
+    assert (wrong["status"], wrong["error"]) == ("wrong", 3.0)
+    assert "ms" not in wrong
+    assert (refused["implementation"], refused["status"]) == ("no_such", "refused")
+    assert "2.0 ms" in transformers_models.line({"model": "minilm", **right})
 
 
 def test_it_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
