@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexattn.bench import record
-from flexattn.bench.environment import environment
+from flexattn.bench.implementations import environment
 from flexattn.build_ahead import recorded
 from flexattn.cli import Parser, program
 from flexattn.cli import explain as question

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexattn.bench.environment import environment
-from flexattn.bench.implementations import KERNELS, Launchers, recorded, with_launchers
+from flexattn.bench.implementations import KERNELS, Launchers, environment, recorded, with_launchers
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.shapes import Workload
 

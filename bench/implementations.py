@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,7 +13,6 @@ from torch import Tensor
 
 import flexattn
 from flexattn import ops
-from flexattn.bench.environment import environment
 from flexattn.bench.inputs import Tensors, arguments_of, bias_of, make_tensors, mask_mod_of, score_mod_of
 from flexattn.bench.shapes import MODS, Workload
 from flexattn.bench.tables import AUTO
@@ -119,6 +120,21 @@ def _attention_with_mods(workload: Workload, tensors: Tensors) -> Attend:
 def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     assert isinstance(out, Tensor)
     return out
+
+
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for as long as the block lasts."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def with_wish(wish: str, prepare: Callable[[Workload, Tensors, str], Prepared]) -> Callable[[Workload, Tensors, str], Prepared]:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -32,7 +33,7 @@ from flexattn.bench.implementations import (
 from flexattn.bench.inputs import Tensors, arguments_of
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import MODS, OLDER, Workload, title_of
-from flexattn.bench.tables import Table, geometric_mean, standings
+from flexattn.bench.tables import Table, standings
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.crossovers import Rule

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import geometric_mean
 
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import PUBLISHED, is_unseen
-from flexattn.bench.tables import AUTO, Standing, Table, geometric_mean, is_ours, microseconds, standings
+from flexattn.bench.tables import AUTO, Standing, Table, is_ours, microseconds, standings
 
 AHEAD, BEHIND = 1.02, 0.99
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from flexattn.bench import charts, mma, record, regret
@@ -24,7 +25,6 @@ from flexattn.bench.tables import (
     Standing,
     Table,
     figure,
-    geometric_mean,
     microseconds,
     name_of,
     panel,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexattn.bench import mma
@@ -14,7 +15,7 @@ from flexattn.bench.counts import band_of
 from flexattn.bench.implementations import CUDNN, KERNELS, MMA_CAPABILITIES, PORTABLE, TRITON, committed_tile
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import Workload
-from flexattn.bench.tables import geometric_mean, is_ours, standings
+from flexattn.bench.tables import is_ours, standings
 from flexattn.bench.tiles import parse_tile, tile_name
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from flexattn.bench.record import Record, Row
@@ -184,11 +184,6 @@ def microseconds(us: float | None) -> str:
     """Returns a time of a page with three digits or all before the point."""
     assert us is not None
     return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
 
 
 def peers_of(record: Record) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from flexattn.bench.implementations import PORTABLE, Unavailable
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.record import Record, Row
 from flexattn.bench.shapes import OLDER, WORKLOADS, Workload, select, sweep, windowed
-from flexattn.bench.tables import geometric_mean
 from flexattn.kernels_triton.common.crossovers import CROSSOVERS, Rule
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.mma import tiles
