@@ -247,7 +247,7 @@ def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
     for name, shown in records.items():
         shown = shown._replace(rows=[row for row in shown.rows if not tables.is_candidate(row.implementation)])
         print("\n".join(["", *([name, tables.headline(shown)] if args.source else []), _ceilings(shown)]))
-        shown_tables = [*tables.tables(shown, with_share=True), *model_tables(shown), *own_table(shown), *tables.verdict(shown)]
+        shown_tables = [*tables.tables(shown), *model_tables(shown), *own_table(shown), *tables.verdict(shown)]
         print("\n\n".join(["", *(t.text() for t in shown_tables)]))
         if shown.left_out:
             print(f"left out: {len(shown.left_out)} cells, as {shown.left_out[0]['reason']}")

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -149,7 +148,7 @@ def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport]
 
 def dump(asked: Sequence[CompileRequest], kinds: Sequence[str], folder: Path) -> list[Path]:
     """Writes the kernels' intermediate code to `<kernel>.<kind>` (`<kernel>.1.<kind>` for a second launch); returns the paths."""
-    from flexattn.kernels_triton.ahead_of_time.compile_report import compile_many
+    from flexattn.kernels_triton.ahead_of_time.compile_report import compile_many, disassembled
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -161,15 +160,8 @@ def dump(asked: Sequence[CompileRequest], kinds: Sequence[str], folder: Path) ->
                 [source] = Path(scratch).rglob(f"{request.kernel}.{'cubin' if kind == 'sass' else kind}")
                 target = folder / f"{request.kernel}{f'.{n}' if n else ''}.{kind}"
                 if kind == "sass":
-                    target.write_text(_disassembled(source))
+                    target.write_text(disassembled(source))
                 else:
                     shutil.copyfile(source, target)
                 written.append(target)
     return written
-
-
-def _disassembled(cubin: Path) -> str:
-    import triton
-
-    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -339,7 +339,7 @@ def older_gpus(runs: Mapping[str, Sequence[Record]]) -> str:
 def _models(found: Sources) -> str:
     assert found.models is not None
     counts, unseen, others = model_tables(found.models)
-    tables = [without_times(table).markdown("shape, speed", level=4) for table in (unseen, slower_rows(others))]
+    tables = [without_times(table).markdown("shape, speed") for table in (unseen, slower_rows(others))]
     return "\n\n".join([f"On an {found.models.device['name']}:", counts._replace(title="").markdown("shapes"), *tables])
 
 

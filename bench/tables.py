@@ -28,8 +28,8 @@ class Table(NamedTuple):
 
         return "\n".join([self.title, line("", self.columns), *(line(*row) for row in self.rows)])
 
-    def markdown(self, corner: str, level: int = 3) -> str:
-        lines = [f"{'#' * level} {self.title}", ""] if self.title else []
+    def markdown(self, corner: str) -> str:
+        lines = [f"#### {self.title}", ""] if self.title else []
         lines += [f"| {corner} | {' | '.join(self.columns)} |", f"|---|{'---:|' * len(self.columns)}"]
         return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in self.rows)])
 
@@ -54,13 +54,13 @@ class Group(NamedTuple):
     differ_in_length: bool
 
 
-def tables(record: Record, with_share: bool = False) -> list[Table]:
+def tables(record: Record) -> list[Table]:
     """Returns the TFLOP/s of each group, the host's times of small calls, and the memory of calls that differ in length."""
     found = []
     for group in groups(record):
         kinds: list[tuple[str, Callable[[Row], str], Callable[[Row], bool]]] = []
         if group.name != "memory":
-            kinds.append(("", lambda r: figure(r, with_share), lambda r: r.status != "refused"))
+            kinds.append(("", lambda r: figure(r, with_share=True), lambda r: r.status != "refused"))
         if group.name in ("small", "decode"):
             title = ": host us to enqueue a call, median (99th percentile)"
             kinds.append((title, lambda r: f"{r.host_us:.0f} ({r.host_us_p99:.0f})", lambda r: r.host_us_p99 is not None))

@@ -221,7 +221,7 @@ def report_of(request: CompileRequest) -> CompileReport:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _run(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin))
-        sass = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin))
+        sass = disassembled(cubin)
     entry = re.search(rf"Function {compiled.metadata.name}:\s+REG:(\d+) STACK:(\d+)", usage)
     if entry is None:
         raise RuntimeError(f"cuobjdump does not report {compiled.metadata.name}: {usage}")
@@ -366,6 +366,10 @@ def _compiled_with_log(request: CompileRequest) -> tuple[CompiledKernel, str]:
         if path := cache.get_file(PTXAS_LOG):
             return compiled, Path(path).read_text()
     raise RuntimeError(f"triton {triton.__version__} does not print the output of ptxas; {__name__} must be adapted to it")
+
+
+def disassembled(cubin: Path) -> str:
+    return _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin))
 
 
 def _run(*command: str) -> str:

@@ -618,7 +618,7 @@ ROWS = [
 
 
 def test_tables() -> None:
-    [table] = tables(recorded(ROWS), with_share=True)
+    [table] = tables(recorded(ROWS))
     assert table.text().splitlines() == [
         "forward, head dim 128, causal",
         "                      1024       2048       4096",
