@@ -52,7 +52,9 @@ def pick(workload: Workload, direction: Direction, device: Device, refused: Sequ
     """
     from flexattn.kernels_triton.runtime.device import pretended_device
 
-    x, settings = bind_call(**_call(workload))
+    tensors = make_tensors(workload, "meta")
+    q, k, v = (t.requires_grad_("backward" in workload.directions) for t in tensors[:3])
+    x, settings = bind_call(q, k, v, **arguments_of(workload, tensors))
     spec = ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=device.capability)
     order = heuristics.preference(spec, direction).order
     backend = next(name for name in order if name not in refused)
@@ -63,14 +65,6 @@ def pick(workload: Workload, direction: Direction, device: Device, refused: Sequ
     with pretended_device(device.architecture, device.processors, has_large_l2=device.has_large_l2):
         choice = triton_backend.choice_of(spec, x, direction)
     return PORTABLE if choice is not None and choice.family.name == "portable" else TRITON
-
-
-def _call(workload: Workload) -> dict[str, object]:
-    """Returns the arguments of `attention`, with tensors on the meta device."""
-    tensors = make_tensors(workload, "meta")
-    has_backward = "backward" in workload.directions
-    q, k, v = (t.requires_grad_(has_backward) for t in tensors[:3])
-    return {"q": q, "k": k, "v": v, **arguments_of(workload, tensors)}
 
 
 def _times(record: Record, name: str, direction: Direction) -> tuple[str, dict[str, float]]:
