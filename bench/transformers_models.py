@@ -27,7 +27,7 @@ from flexattn.bench.measure import peak_bytes, reason_of
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flexattn", "flex_attention")  # the last one compiles for minutes
 DECODER_BATCHES = ("one sequence", "packed", "left-padded")
-TOKENS = 8192  # of a step
+TOKENS = 8192  # in each step
 WORST = 2.0
 BUDGET_MS = 1000.0  # time of the steps of a batch
 Entries = dict[str, float]
