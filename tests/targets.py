@@ -62,7 +62,7 @@ LATER = {
             "dispatch/second_order.py",
             "dispatch/triton_second_order.py",
         ),
-        *("flexattn/second_order.py", "flexattn/mods/second.py", "flexattn/jax/derivatives.py"),
+        *("flexattn/second_order.py", "flexattn/mods/second.py", "flexattn/jax/derivatives.py", "bench/second_order.py"),
     ),
     "statistics": ("kernels_triton/portable/weight_statistics.py", "flexattn/statistics.py"),
     "shared biases": (

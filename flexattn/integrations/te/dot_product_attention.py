@@ -309,17 +309,11 @@ class DotProductAttention(torch.nn.Module):
         }
         if inference_params is not None and inference_params.is_paged:
             arguments["page_table"] = inference_params.page_table(k.device)
+        shape = _score_shape(q, k, fmt, 1 if self._ranks is None else self._ranks.size)
         if "padding" in mask_type:
-            shape = _score_shape(q, k, fmt, 1 if self._ranks is None else self._ranks.size)
             arguments |= _length_arguments(lengths, attention_mask, shape, fmt, pad_between_seqs)
         elif mask_type == ARBITRARY or (attention_mask is not None and self._ranks is None):
-            shape = _score_shape(q, k, fmt)
-            if shape is None:
-                raise ValueError(f"attn_mask_type is {mask_type!r} with {fmt}; accepted: a type with padding in its name")
-            if mask_type == ARBITRARY:
-                arguments["mask_mod"] = mask_mod_of(attention_mask, shape)
-            else:
-                check_unread_mask(attention_mask, arguments, shape)
+            arguments |= _mask_arguments(attention_mask, mask_type, shape, fmt, arguments)
         arguments |= _score_mod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         calls = [arguments] if policies is None else calls_of(policies, arguments)
         for call in calls:
@@ -466,13 +460,25 @@ def _backend(allowed: Environment) -> str | None:
     return None if allowed.allows_fused else "eager"
 
 
-def _score_shape(q: Tensor, k: Tensor, fmt: str, ranks: int = 1) -> tuple[int, int, int, int] | None:
+def _score_shape(q: Tensor, k: Tensor, fmt: str, ranks: int) -> tuple[int, int, int, int] | None:
     """Returns (b, h, sq, skv) of dense q and k, over all ranks that share sequences; None for thd."""
     q_format, kv_format = parse_format(fmt)
     if "thd" in (q_format, kv_format):
         return None
     b, h, sq = (q.shape[q_format.index(name)] for name in "bhs")
     return b, h, sq * ranks, k.shape[kv_format.index("s")] * ranks
+
+
+def _mask_arguments(
+    attention_mask: object, mask_type: str, shape: tuple[int, int, int, int] | None, fmt: str, arguments: dict[str, object]
+) -> dict[str, object]:
+    """Returns the argument for an arbitrary mask, and checks a mask of a type that does not read it. shape: (b, h, sq, skv)."""
+    if shape is None:
+        raise ValueError(f"attn_mask_type is {mask_type!r} with {fmt}; accepted: a type with padding in its name")
+    if mask_type == ARBITRARY:
+        return {"mask_mod": mask_mod_of(attention_mask, shape)}
+    check_unread_mask(attention_mask, arguments, shape)
+    return {}
 
 
 def _score_mod(score_mod: Any, *others: Any) -> dict[str, object]:
