@@ -16,7 +16,7 @@ from torch import Tensor
 from flexattn.dispatch.spec import as_index
 from flexattn.integrations.te.names import AttnMaskType
 from flexattn.masks import reading
-from flexattn.validation import are_values_read, check_name, describe
+from flexattn.validation import are_values_read, check_meaning, check_name, describe
 
 ARBITRARY = "arbitrary"
 MASK_TYPES = (*AttnMaskType, ARBITRARY)
@@ -158,6 +158,7 @@ def mask_mod_of(attention_mask: object, shape: tuple[int, int, int, int]) -> Cal
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool:
         raise ValueError(f"attention_mask is {describe(attention_mask)}; accepted: a bool tensor that broadcasts to {shape}")
+    check_meaning("attention_mask", attention_mask)
     return reading(_four_dims(attention_mask, shape), hides=True)
 
 
