@@ -245,7 +245,7 @@ def _modified(logits: Tensor, program: Program, inputs: dict[str, Any], hidden: 
     assert program.differentiable is not None
 
     def guard(t: Tensor) -> Tensor:
-        if not t.requires_grad or hidden is None:
+        if hidden is None or not (t.requires_grad and torch.is_grad_enabled()):
             return t
         t = t.expand(logits.shape)  # the hook must see the gradient before it is summed over broadcast dims.
         t.register_hook(lambda gradient: gradient.masked_fill(hidden, 0.0))  # type: ignore[no-untyped-call]

@@ -224,10 +224,8 @@ def _forms(recording: _Recording, looked_at: tuple[int, ...]) -> tuple[object, .
     for n, t in enumerate(recording.tensors):
         shape = []
         for size in t.shape:
-            if has_static_value(size):
-                shape.append(size)
-            else:
-                shape.append(operator.index(size) if n in looked_at else ANY_SIZE)
+            is_fixed = n in looked_at or has_static_value(size)  # fixed too if it equals a size that is fixed
+            shape.append(operator.index(size) if is_fixed else ANY_SIZE)
         forms.append((t.dtype, tuple(shape), t.requires_grad))
     return tuple(forms)
 

@@ -285,6 +285,28 @@ def test_a_captured_tensor_is_an_input_and_not_a_constant():
     assert not torch.allclose(after, before)
 
 
+def test_a_learned_number_under_a_mask():
+    torch.compiler.reset()
+    scale = torch.tensor(0.5, device=DEVICE, requires_grad=True)
+    function = call(score_mod=lambda s, b, h, i, j: s * scale, mask_mod=lambda b, h, i, j: i >= j)
+    leaves = tensors(2, 5)
+    compiled = torch.compile(function, fullgraph=True, backend=BACKEND)
+    got, want = (torch.autograd.grad(run(*leaves).sum(), scale)[0] for run in (compiled, function))
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_a_slice_of_a_tensor_as_long_as_another():
+    torch.compiler.reset()
+    first, second = torch.randn(HEADS, 50, device=DEVICE), torch.randn(2, HEADS, 50, device=DEVICE)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return flexattn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + first[h][2:40][j] - second[b][h][i])
+
+    leaves = tensors(2, 5)
+    compiled = torch.compile(function, fullgraph=True, backend=BACKEND, dynamic=True)
+    torch.testing.assert_close(compiled(*leaves, first, second), function(*leaves, first, second), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.slow
 def test_what_the_closure_held_when_compiled_is_no_longer_used_once_it_is_another():
     torch.compiler.reset()
