@@ -58,7 +58,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "bias, by TransformerEngine's name": lambda: DotProductAttention(H, D, qkv_format="bshd", attn_mask_type="no_mask")(
         X, X, X, core_attention_bias_type="post_scale_bias", core_attention_bias=marked(BIAS)
     ),
-    "attention_mask, a mask of TransformerEngine's": lambda: DotProductAttention(H, D, qkv_format="bshd", attn_mask_type="arbitrary")(
+    "attention_mask, TransformerEngine's": lambda: DotProductAttention(H, D, qkv_format="bshd", attn_mask_type="arbitrary")(
         X, X, X, marked(BIAS > 0)
     ),
 }
