@@ -414,6 +414,7 @@ ERRORS += [
         "is a SequenceDescriptor with seqlens, seq_offsets, with attn_mask_type PADDING_MASK",
     ),
     (PADDING | {"sequence_descriptor": SequenceDescriptor()}, "is a SequenceDescriptor with nothing"),
+    (PADDING | {"sequence_descriptor": SequenceDescriptor(None, None)}, "is a SequenceDescriptor with nothing"),
     (PADDING | {"sequence_descriptor": jnp.ones((2, 11, 14))}, "is a mask of shape (2, 11, 14); accepted: (2, 1, 11, 14)"),
     (
         THD | {"sequence_descriptor": SequenceDescriptor.from_seqlens(LENGTHS)},

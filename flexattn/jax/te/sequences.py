@@ -41,6 +41,11 @@ class SequenceDescriptor:
     segment_ids: Pair = dataclasses.field(default_factory=_unset)
     segment_pos: Pair = dataclasses.field(default_factory=_unset)
 
+    def __post_init__(self) -> None:
+        """Takes None for unset, as TransformerEngine's class does."""
+        for name in [name for name, pair in vars(self).items() if pair is None]:
+            setattr(self, name, _unset())
+
     @classmethod
     def from_seqlens(cls, seqlens: Sides) -> SequenceDescriptor:
         """Returns a descriptor of one sequence per row, its first tokens.
